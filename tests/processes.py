@@ -1,0 +1,29 @@
+"Who still runs under a LAMINAR_HOME: `processes.py HOME` ends those that do, names them, and fails if there were any"
+import os, signal, sys, time
+from pathlib import Path
+
+
+def alive(home: str) -> dict[int, str]: # pid → command
+    "Processes that were started with this LAMINAR_HOME and still run"
+    found = {}
+    for proc in Path('/proc').glob('[0-9]*'):
+        try: environ, command = (proc/'environ').read_bytes(), (proc/'cmdline').read_bytes().replace(b'\0', b' ')
+        except (FileNotFoundError, ProcessLookupError, PermissionError): continue # it has ended meanwhile, or is not ours
+        ends_with_us = b'multiprocessing.resource_tracker' in command or b'multiprocessing.forkserver' in command
+        ours = f'LAMINAR_HOME={home}\0'.encode() in environ and int(proc.name) != os.getpid()
+        if ours and command and not ends_with_us: found[int(proc.name)] = command.decode(errors='replace')[:120]
+    return found
+
+
+def end_leftovers(home: str, patience_s: float = 10) -> dict[int, str]: # those that had to be killed
+    "Waits for processes that are on their way out, kills the others"
+    until = time.monotonic() + patience_s
+    while (left := alive(home)) and time.monotonic() < until: time.sleep(0.2)
+    for pid in left:
+        try: os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError: continue # its parent's end took it along
+    return left
+
+
+if __name__ == '__main__':
+    if left := end_leftovers(sys.argv[1]): sys.exit(f'left running, now killed: {left}')
