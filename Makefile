@@ -1,5 +1,5 @@
 # `make` alone lists the targets. Each does its own set-up, and each may be run again.
-.PHONY: help demo test test-long lab venv lock text sync nb readme check
+.PHONY: help demo test test-long lab venv lock text sync nb readme check style
 PY := .venv/bin/python
 
 help: ## this list
@@ -38,3 +38,10 @@ readme: ## README.md from nbs/index.ipynb
 
 check: ## package and README are exactly what the notebooks give, and the notebooks are clean
 	@scripts/check.sh
+
+# Left to taste: signatures with docments are aligned, not indented by four; fields are annotated; short things stand on one line.
+TASTE := continuation-indent,closing-bracket,lhs-assignment-annotation,consecutive-short-imports,semicolon,dict-literal,$\
+	inefficient-multiline-signature,inefficient-multiline-expression,single-statement-body,nested-generics
+
+style: ## unused imports, lines above 160, docstrings of several lines where one does
+	@.venv/bin/chkstyle --ignore $(TASTE) nbs tutorials

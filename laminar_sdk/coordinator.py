@@ -6,7 +6,7 @@
 __all__ = ['Coordinator']
 
 # %% ../nbs/23_coordinator.ipynb #aeb6f57e
-import asyncio, time
+import asyncio, os, time
 from pathlib import Path
 
 import msgspec
@@ -14,8 +14,11 @@ import numpy as np
 from fastcore.basics import patch
 
 from .core import events as ev
+from .folders import choose_folder, describe, end_mark
 from .pipeline import Pipeline, Plan, Table
 from .scheduling import commands as cm
+from .scheduling.ledger import KEYS, Ledger, MetaRow
+from .scheduling.manager import RolloutManager
 from .shells import actor_name, is_death
 from .supervisor import Child, Supervisor
 
@@ -26,26 +29,33 @@ class Coordinator:
     def __init__(self, plan: Plan):
         from laminar_sdk.data.journal import Journal
         from laminar_sdk.data.rundir import RunDir
-        from laminar_sdk.tape import Tape
+        from laminar_sdk.tape import Tape, header
         self.plan, self.config = plan, plan.config
-        self.dir = RunDir(plan.run_dir)
-        self.dir.create(self.config)
+        plan.run_dir = str(choose_folder(plan))
+        self.dir = RunDir(plan.run_dir).create(describe(plan))
         self.journal = Journal(self.dir.ledger)
-        self.tape = Tape(self.dir, self.config)
-        self.state, self.reason, self.again = 'starting', '', self.begun_mark.exists()
+        self.tape = Tape(self.dir.events, header(self.config))
+        self.state, self.reason, self.again = 'starting', '', self.journal.rows(MetaRow) != []
         self.begun, self.ready, self.ended, self.relays_changed = (asyncio.Event() for _ in range(4)) # ready: the manager exists
         self.sockets, self.heard, self.batches, self.table = {}, {}, {}, Table()
         self.data, self.manager, self.pipeline, self.asked = None, None, None, time.monotonic()
         self.supervisor = Supervisor(self.config.name, hopeless=self._hopeless)
-        if self.again: self.begun.set()
+        if self.mark.exists(): self.begun.set()
         self.main = asyncio.get_running_loop().create_task(self._main())
 
     @property
-    def begun_mark(self) -> Path: return Path(self.plan.run_dir)/'begun'
+    def mark(self) -> Path:
+        "Exists once everything was handed over by this start"
+        return self.dir.path/f'.begun-{self.plan.launch}'
+
+    async def put(self, path: str, chunk: bytes, first: bool):
+        "A piece of a file that the run needs: prompts, reward functions"
+        with open(os.open(self.dir.path/path, os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if first else os.O_APPEND), 0o600), 'wb') as f: f.write(chunk)
 
     async def begin(self):
         "Everything was handed over: raise the run"
-        self.begun_mark.touch()
+        for old in (*self.dir.path.glob('.begun-*'), *self.dir.path.glob('state.json')): old.unlink()
+        self.mark.touch()
         self.begun.set()
 
     async def life(self): await asyncio.Event().wait()
@@ -87,9 +97,10 @@ async def _until_ended(self: Coordinator):
 
 @patch
 async def _watch(self: Coordinator):
-    "A process that hangs does not die: a rollout that has been silent for too long is killed"
+    "Tell the manager the time; and a process that hangs does not die: a rollout that has been silent for too long is killed"
     while not self.ended.is_set():
-        await asyncio.sleep(self.plan.trust_s / 4)
+        await asyncio.sleep(1)
+        await self._feed(ev.Tick(self.tape.now()))
         for i, t in list(self.heard.items()):
             if time.monotonic() - t > self.plan.trust_s:
                 self._note('warning', f'rollout/{i} has been silent for {self.plan.trust_s:.0f} s and is replaced', f'rollout/{i}')
@@ -116,11 +127,11 @@ async def _data_down(self: Coordinator, reason: str):
 @patch
 def _build_manager(self: Coordinator, counts: dict):
     "The manager, from nothing or from the ledger's rows"
-    from laminar_sdk.scheduling.ledger import Ledger
-    from laminar_sdk.scheduling.manager import RolloutManager
-    ledger = Ledger.restore(self.journal.all_rows()) if self.again else None
+    from laminar_sdk.data.prompts import PromptStore
+    self.prompts = {k: PromptStore(self.dir.prompts, k).prepared() for k in ('train', 'eval') if counts[k]}
+    ledger = Ledger.restore([r for t in KEYS for r in self.journal.rows(t)], self.config.keep_checkpoints) if self.again else None
     self.manager = RolloutManager(self.config, counts['train'], counts['eval'], ledger)
-    self.pipeline = Pipeline(self.manager, self.journal, self.tape, self.tape.now, self._carry_out)
+    self.pipeline = Pipeline(self.manager, self.journal, self.tape, self._carry_out)
     if self.again:
         self.tape.append('manager', ev.Restarted())
         self.pipeline.commands += self.manager.on(ev.Restarted())
@@ -183,7 +194,8 @@ def _rollout(self: Coordinator, i: int, host: int) -> Child:
         self.heard.pop(i, None)
         self._note('warning', f'rollout/{i}: {reason}; its trajectories are placed again', f'rollout/{i}')
         if self.manager is not None: await self._feed(ev.RolloutLost(i, reason))
-    args = (self.config.name, i, self.config.model, self.plan.engine, self.config.max_model_len, self.config.seed)
+    sampling = {'train': self.config.sampling, 'eval': self.config.eval.sampling}
+    args = (self.config.name, i, self.config.model, self.plan.engine, self.config.max_model_len, self.config.seed, sampling)
     return Child('rollout', i, RolloutShell, args, up, down, host=self.plan.hosts[host].options(num_gpus=self.plan.engine.get('gpus', 0)))
 
 @patch
@@ -281,9 +293,14 @@ async def cut(self: Coordinator, step: int) -> dict:
 @patch
 def _carry_out(self: Coordinator, commands: list[cm.Command]):
     score = [c for c in commands if isinstance(c, cm.ScoreGroup)]
-    if score: self.data.score.remote(msgspec.msgpack.encode(score))
+    if score: self.data.score.remote(msgspec.msgpack.encode([(c.group, [self._seat(t) for t in c.trajectories]) for c in score]))
     for c in commands:
         if not isinstance(c, cm.ScoreGroup): getattr(self, f'_do_{type(c).__name__}')(c)
+
+@patch
+def _seat(self: Coordinator, t: int) -> cm.Placement:
+    r = self.manager.ledger.rows[t]
+    return cm.Placement(r.id, r.lease, r.group, r.prompt, r.sample_index, r.kind)
 
 @patch
 def _child(self: Coordinator, label: str): return self.supervisor.children[label].handle
@@ -296,7 +313,8 @@ def _do_StartWave(self: Coordinator, c: cm.StartWave):
 @patch
 def _seats(self: Coordinator, placements):
     "Placements with the token ids of their prompts"
-    return [(p.trajectory, p.lease, self.prompts[p.kind].prompt_ids(p.prompt), p.kind, p.prompt) for p in placements]
+    ids = lambda p: self.prompts[p.kind].prompt_ids(self.prompts[p.kind].usable[p.prompt])
+    return [(p.trajectory, p.lease, ids(p), p.kind, p.prompt) for p in placements]
 
 @patch
 def _do_Abort(self: Coordinator, c): self._child(f'rollout/{c.rollout}').abort.remote(c.trajectories)
@@ -387,6 +405,7 @@ async def _finish(self: Coordinator, state: str, reason: str = ''):
         if rows: await asyncio.to_thread(self.journal.commit, rows)
     self.tape.append('run', ev.RunEnded(state, reason))
     await asyncio.to_thread(self.tape.flush)
+    end_mark(self.dir, state, reason)
     self.ended.set()
 
 @patch

@@ -30,6 +30,9 @@ class Plan:
     actor: dict[str, Any] = field(default_factory=dict) # keyword arguments of `ActorWorker`
     keep_versions: int = 4
     secret: bytes = b'' # by which the run's relays know each other
+    launch: str = '' # id of this start: a coordinator that Ray restarts knows its own directory by it
+    resume: str = 'auto'
+    files: dict[str, str] = field(default_factory=dict) # hashes of the prompts, by path
     trust_s: float = 60. # silence after which a rollout counts as hung
     linger_s: float = 1800. # how long a finished run stays, for questions
 
@@ -37,15 +40,20 @@ class Plan:
 class Pipeline:
     "Events → recorder → manager → ledger commit → commands, in this order and in shared commits"
 
-    def __init__(self, manager, journal, recorder, clock, carry_out):
-        self.manager, self.journal, self.recorder, self.clock, self.carry_out = manager, journal, recorder, clock, carry_out
+    def __init__(self,
+                 manager, # `RolloutManager`
+                 journal, # `Journal`: commit(rows)
+                 tape, # `Tape`: append(stream, event), flush()
+                 carry_out # (commands) -> None
+                ):
+        self.manager, self.journal, self.tape, self.carry_out = manager, journal, tape, carry_out
         self.commands, self.waiting, self.dirty = [], [], asyncio.Event()
         self.last_commit_s = 0.
 
     async def feed(self, *events: ev.Event):
         "Take events in; returns when what they changed is on the disk"
         for e in events:
-            self.recorder.append('manager', e)
+            self.tape.append('manager', e)
             self.commands += self.manager.on(e)
         await self.commit()
 
@@ -76,7 +84,7 @@ class Pipeline:
                 if not w.done(): w.set_result(None)
 
     def _write(self, rows):
-        self.recorder.flush()
+        self.tape.flush()
         if rows: self.journal.commit(rows)
 
 # %% ../nbs/22_pipeline.ipynb #0b55a0ff

@@ -18,8 +18,8 @@ bad=0
 for path in "${made[@]}"; do diff -ruN -x __pycache__ -x .ipynb_checkpoints "$path" "$copy/$path" || bad=1; done >"$copy/diff"
 if ((bad)); then
     head -60 "$copy/diff" | sed "s#$copy/#exported: #"
-    echo "check: FAILED, $(grep -c '^diff ' "$copy/diff") files differ from what the notebooks give: 'make nb readme' mends it," \
-        'or, where a module was edited by hand, first nbdev_update' >&2
+    echo "check: FAILED, $(grep -c '^+++ ' "$copy/diff") files are not what the notebooks give. 'make nb readme' mends it; first" \
+        'nbdev_update what was edited in the package, and delete a module whose notebook is gone' >&2
 fi
 if grep -rl --include='*.ipynb' 'application/vnd.jupyter.widget-state' nbs tutorials; then # megabytes, and nbdev_clean keeps them
     bad=1; echo 'check: FAILED, these notebooks hold widget state: run them with store_widget_state=False' >&2

@@ -7,24 +7,23 @@ trap 'rm -rf "$steps" "$home"' EXIT
 failed=()
 
 step() { # name, command: its seconds and its end go to the table
-    local began=${EPOCHREALTIME/./} result=ok
+    local began=${EPOCHREALTIME/[.,]/} result=ok
     echo "=== $1"
     "${@:2}" || { result=FAILED; failed+=("$1"); }
-    local tenths=$(((${EPOCHREALTIME/./} - began) / 100000))
+    local tenths=$(((${EPOCHREALTIME/[.,]/} - began) / 100000))
     printf '%-12s%8s s  %s\n' "$1" "$((tenths / 10)).$((tenths % 10))" "$result" >>"$steps"
 }
 in_own_home() { # nothing may be left running in it
     LAMINAR_HOME=$home "$@"; local rc=$?
     .venv/bin/python tests/processes.py "$home" && return $rc
 }
-style() { .venv/bin/chkstyle --ignore continuation-indent,closing-bracket nbs tutorials; }
 notebooks() { in_own_home timeout -k 10 900 .venv/bin/nbdev_test --n_workers 2; }
 tutorials() { in_own_home .venv/bin/python -m pytest --nbmake --nbmake-timeout=600 --timeout=900 -q --no-header tutorials; }
 
 step install scripts/venv.sh
 ((!${#failed[@]})) || exit 1
-step check scripts/check.sh
-step style style
+step check make --silent check
+step style make --silent style
 step notebooks notebooks
 step tutorials tutorials
 [[ ${CI:-} == true ]] && set -- --long-sample 0.05 "$@"

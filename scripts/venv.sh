@@ -25,7 +25,8 @@ links=${UV_FIND_LINKS:-$(tr -s ' ' ',' <<<"${PIP_FIND_LINKS:-}")} # uv does not 
 
 # A CPU torch is not on PyPI. Without find-links that offer one, uv takes it from PyTorch's own index.
 # That second branch is untested in CI, which has find-links and does not reach that index.
-torch=() && grep '^torch==' requirements/cpu.in | uv pip compile --quiet --no-deps --python-version 3.11 - >/dev/null 2>&1 ||
+torch=()
+grep '^torch==' requirements/cpu.in | uv pip compile --quiet --no-deps --python-version 3.11 - >/dev/null 2>&1 ||
     torch=(--torch-backend=cpu)
 
 if [[ ${1:-} == lock ]]; then # UPGRADE=1 moves the pins that are there
@@ -39,7 +40,8 @@ began=$SECONDS
 step() { printf 'venv: [%s] %s (%ss)\n' "$1" "$2" $((SECONDS - began)); }
 trap 'echo "venv: FAILED; correct what is said above and run it again, it goes on from there" >&2' ERR
 step 1/4 'Python 3.11 in .venv'
-uv venv --quiet --allow-existing --python 3.11 .venv && rm -f $stamp
+uv venv --quiet --allow-existing --python 3.11 .venv
+rm -f $stamp
 step 2/4 "$(grep -c == requirements/cpu.lock) packages, 3.6 GB: a minute or two the first time"
 uv pip sync $show "${torch[@]}" --python .venv/bin/python --compile-bytecode requirements/cpu.lock
 step 3/4 'SmolLM2 (98 MB) and laminar_sdk'
@@ -54,4 +56,5 @@ import laminar_sdk
 assert find_spec('rfc3987_syntax') is None, 'rfc3987-syntax is installed: requirements/override.txt was not applied'
 PY
 echo "$wanted" >$stamp
-echo "venv: ready in $((SECONDS - began)) s: $(.venv/bin/python --version), $(ls -d .venv/lib/python*/site-packages/*.dist-info | wc -l) packages, .venv/bin/laminar"
+packages=$(ls -d .venv/lib/python*/site-packages/*.dist-info | wc -l)
+echo "venv: ready in $((SECONDS - began)) s: $(.venv/bin/python --version), $packages packages, .venv/bin/laminar"

@@ -44,9 +44,9 @@ def figures(request) -> dict:
 
 def pytest_addoption(parser):
     group = parser.getgroup('laminar')
-    group.addoption('--long-sample', type=float, metavar='SHARE', help='run this share of the long tests (default 0; with -m long 1)')
+    group.addoption('--long-sample', type=float, metavar='SHARE', help='share of the long tests to run (default 0; with -m long 1)')
     group.addoption('--long-seed', default=f'{datetime.now(timezone.utc):%F}', help='what chooses them (default: the date)')
-    group.addoption('--results', type=Path, metavar='DIR', help='write the tests that ran, with figures, to DIR/<date>-<commit>.json')
+    group.addoption('--results', type=Path, metavar='DIR', help='write outcomes and figures to DIR/<date>-<commit>.json')
 
 
 def pytest_configure(config): config.stash[BEGAN], config.stash[TESTS] = time.monotonic(), {}
@@ -55,7 +55,7 @@ def pytest_configure(config): config.stash[BEGAN], config.stash[TESTS] = time.mo
 def pytest_collection_modifyitems(config, items):
     "Keeps a share of the long tests, rounded up, the same all day"
     share = config.getoption('long_sample')
-    if share is None: share = float('long' in config.getoption('markexpr'))
+    if share is None: share = float('long' in config.getoption('markexpr').replace('not long', ''))
     long = sorted(item.nodeid for item in items if item.get_closest_marker('long'))
     chosen = sorted(random.Random(config.getoption('long_seed')).sample(long, math.ceil(len(long)*min(share, 1))))
     out = [item for item in items if item.nodeid in set(long) - set(chosen)]
@@ -86,6 +86,7 @@ def pytest_terminal_summary(terminalreporter, config):
         if test['figures']: say(f'{nodeid}: {json.dumps(test["figures"], default=float)}')
     if tests and config.getoption('results'): say(f'written: {results.write(config.getoption("results"), tests)}')
     if steps := Path(os.environ.get('LAMINAR_STEPS', os.devnull)).read_text():
+        seconds = time.monotonic() - config.stash[BEGAN]
+        together = seconds + sum(float(row.split()[1]) for row in steps.splitlines() if not row.startswith('install'))
         terminalreporter.section('steps')
-        say(steps.rstrip())
-        say(f'{"pytest":<12}{time.monotonic() - config.stash[BEGAN]:8.1f} s')
+        say(f'{steps}{"pytest":<12}{seconds:8.1f} s\n{"tests":<12}{together:8.1f} s  (installation apart)')

@@ -19,8 +19,7 @@ def machine() -> dict:
 
 def write(folder: Path, tests: dict[str, dict]) -> Path: # tests: node id → outcome, seconds, figures
     "One file for one day at one commit; a second run adds to it"
-    now, commit = datetime.now(timezone.utc), git('rev-parse', '--short=10', 'HEAD')
-    if len(commit.split()) != 1: commit = 'nocommit'
+    now, commit = datetime.now(timezone.utc), git('rev-parse', '--verify', '-q', '--short=10', 'HEAD') or 'nocommit'
     path = folder/f'{now:%F}-{commit}.json'
     before = json.loads(path.read_text())['tests'] if path.exists() else {}
     content = dict(written=f'{now:%FT%TZ}', commit=commit, uncommitted_changes=bool(git('status', '--porcelain')),

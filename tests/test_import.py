@@ -13,6 +13,9 @@ print(json.dumps([seconds, heavy]))
 
 def test_all_is_quick_and_light(tmp_path):
     "The best of three fresh processes, for the machine is shared"
-    def probe(): return json.loads(subprocess.check_output([sys.executable, '-c', PROBE], cwd=tmp_path, timeout=60))
+    def probe():
+        run = subprocess.run([sys.executable, '-c', PROBE], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert run.returncode == 0, run.stderr
+        return json.loads(run.stdout)
     seconds, heavy = min(probe() for _ in range(3))
     assert heavy == [] and seconds <= 1

@@ -86,6 +86,7 @@ class GroupScored(Event, frozen=True):
     failed: dict[int, str] = {} # reason by trajectory: reward_error, reward_timeout, reward_nan, …
     lengths: dict[int, int] = {} # response tokens by trajectory
     error: str = '' # the first failure, in words
+    leases: dict[int, int] = {} # of the placements that were scored; an answer about earlier ones is refused
 
 class DataLost(Event, frozen=True):
     "The data actor was restarted: partial responses and unscored answers are gone, what is on disk is not"

@@ -70,10 +70,14 @@ class Journal:
         if read_only and not self.path.exists(): raise MissingError(f'no ledger at {path}', 'check the path of the run directory')
         if not read_only: check_local(self.path.parent)
         self._lock = None if read_only else _lock(self.path, wait_s)
-        with self._errors():
-            self.db = _connect(self.path, read_only)
-            self._check()
-        if not read_only: sync_folder(self.path.parent)
+        try:
+            with self._errors():
+                self.db = _connect(self.path, read_only)
+                self._check()
+            if not read_only: sync_folder(self.path.parent)
+        except BaseException: # a journal that did not open must not keep others out
+            if self._lock is not None: os.close(self._lock)
+            raise
 
     def __repr__(self): return f'Journal({str(self.path)!r}{", read_only=True" * self.read_only})'
     def __enter__(self): return self

@@ -38,6 +38,7 @@ class ScoreGroup(Command, frozen=True):
     "All members have ended: compute rewards, write them down, answer with `GroupScored`"
     group: int
     trajectories: list[int]
+    leases: list[int] = [] # of the placements whose tokens are meant, one a trajectory
 
 class Forget(Command, frozen=True):
     "Partial tokens of these trajectories are void (they are generated again under a new lease)"

@@ -180,7 +180,10 @@ class SegmentPool:
             self.free.remove(s)
             s.close()
 
+    def segments(self) -> list[Segment]:
+        "All that exist, used and free"
+        with self._lock: return [*self.free, *self.used]
+
     @property
-    def nbytes(self):
-        with self._lock: return sum(s.nbytes for s in (*self.free, *self.used))
+    def nbytes(self): return sum(s.nbytes for s in self.segments())
     def __len__(self): return len(self.free) + len(self.used)

@@ -9,7 +9,7 @@ __all__ = ['Image', 'VersionStore', 'Failure', 'VersionInfo', 'Shelf']
 import msgspec, threading, time
 from fastcore.basics import patch
 from typing import Any, Callable
-from ..core.errors import ClusterError, ConfigError, LaminarError, MissingError, ResourceError
+from ..core.errors import ClusterError, ConfigError, MissingError, ResourceError, RunError
 from .layout import Manifest
 from .segments import Segment, SegmentPool
 
@@ -60,7 +60,7 @@ class VersionStore:
 
     def hold(self, image: Image): image.holders += 1
     def drop(self, image: Image):
-        if image.holders < 1: raise AssertionError(f'{image} is dropped more often than held')
+        if image.holders < 1: raise RunError(f'{image} is dropped more often than it was held', 'each `open` has one `drop`')
         image.holders -= 1
 
 # %% ../../nbs/weights/01b_store.ipynb #a03a5e7b
@@ -106,6 +106,9 @@ class Failure(msgspec.Struct, frozen=True):
     reason: str
     version: int = -1    # -1: none in particular
     peer: str = ''       # whose fault, as far as known
+
+    def __str__(self):
+        return f'{self.what}{f" of version {self.version}" if self.version >= 0 else ""}{f" ({self.peer})" if self.peer else ""}: {self.reason}'
 
 class VersionInfo(msgspec.Struct, frozen=True):
     "A visible version, as the control plane sees it"
@@ -220,13 +223,14 @@ def open(self: Shelf,
 @patch
 def next(self: Shelf,
          than: int,      # a version newer than this
-         timeout_s: float
+         timeout_s: float,
+         ended: threading.Event # ends the wait as well, after a `notify_all`
         ) -> Image | None: # held; None when there was none in time
     "The newest image to pass on, visible or still arriving"
     def newest(): return max((i for i in self.store.images if i.version > than and not i.failed), key=lambda i: i.version, default=None)
     with self.changed:
-        self.changed.wait_for(lambda: self.closed or newest(), timeout_s)
-        image = None if self.closed else newest()
+        self.changed.wait_for(lambda: self.closed or ended.is_set() or newest(), timeout_s)
+        image = None if self.closed or ended.is_set() else newest()
         if image: self.store.hold(image)
         return image
 
@@ -260,8 +264,13 @@ def unpin(self: Shelf, version: int):
         self._collect()
 
 @patch
-def versions(self: Shelf) -> list[VersionInfo]: # oldest first
+def versions(self: Shelf) -> list[Manifest]: # oldest first
     "The visible versions"
+    with self.changed: return [i.manifest for i in self.store.visible().values()]
+
+@patch
+def describe(self: Shelf) -> list[VersionInfo]: # oldest first
+    "The visible versions, in brief, and whether they may go"
     with self.changed:
         return [VersionInfo(i.version, m.step, m.incarnation, m.checksum, m.nbytes, i.holders, i.version in self.store.pins)
                 for i in self.store.visible().values() for m in [i.manifest]]

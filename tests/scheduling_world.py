@@ -1,0 +1,227 @@
+"""A tiny world for the rollout manager: virtual time, seeded faults, a journal in a dict. No processes, no clock."""
+import heapq, random
+from collections import Counter
+
+import msgspec
+
+from laminar_sdk.core import events as ev
+from laminar_sdk.core.config import Eval, GRPO, RunConfig
+from laminar_sdk.scheduling import commands as cm
+from laminar_sdk.scheduling.ledger import KEYS, Ledger
+from laminar_sdk.scheduling.manager import RolloutManager
+
+
+def config(**over):
+    base = dict(name='w', model='m', steps=6, prompts_per_step=4, algorithm=GRPO(group_size=3), checkpoint_every=2)
+    return RunConfig(**{**base, **over})
+
+
+class Journal:
+    "What SQLite would hold: the newest state of each row"
+    def __init__(self): self.rows = {}
+    def commit(self, rows):
+        for r in rows: self.rows[(type(r), *(getattr(r, k) for k in KEYS[type(r)]))] = r
+
+
+class World:
+    def __init__(self, cfg, n_prompts=10, n_eval=0, hosts=2, rollouts=4, capacity=8, seed=0, faults=(), fault_every=3., calm_at=60.,
+                 check=True, refuse=0., unscorable=0., tail=1.5):
+        self.cfg, self.n = cfg, (n_prompts, n_eval)
+        self.rng, self.t, self.queue, self.n_events = random.Random(seed), 0., [], 0
+        self.hosts, self.capacity, self.tail = hosts, capacity, tail
+        self.host_of = {r: r % hosts for r in range(rollouts)}
+        self.life = dict.fromkeys(range(rollouts), 0) # of each rollout
+        self.versions = {h: {} for h in range(hosts)} # version -> (step, incarnation), on that relay
+        self.faults, self.fault_every, self.calm_at, self.check = faults, fault_every, calm_at, check
+        self.refuse, self.unscorable = refuse, unscorable
+        self.journal, self.manager = Journal(), RolloutManager(cfg, *self.n)
+        self.epoch, self.data_life, self.incarnation, self.actor_at, self.busy = 0, 0, 0, 0, False
+        self.checkpoints, self.lineage, self.log, self.ended, self.evals = [0], {}, [], None, []
+        self.tokens, self.pins, self.said = {}, set(), Counter()
+        for r in self.life: self.after(self.rng.uniform(0, 2), self.join, r, 0)
+        self.after(1., self.actor_up, 0)
+        self.after(1., self.tick)
+        for f in faults: self.after(self.rng.expovariate(1 / fault_every), self.fault, f)
+
+    # time
+    def after(self, dt, f, *args): heapq.heappush(self.queue, (self.t + dt, self.rng.random(), f, args))
+
+    def run(self, max_events=60_000):
+        while self.ended is None:
+            assert self.queue and self.n_events < max_events, f'no end in sight at {self.t:.0f} s: {self.manager.status()}'
+            self.t, _, f, args = heapq.heappop(self.queue)
+            f(*args)
+        return self
+
+    # the coordinator: event → manager → commit → commands
+    def feed(self, event, commit=True):
+        if self.ended is not None: return
+        self.n_events += 1
+        commands = self.manager.on(event)
+        self.log.append(event)
+        if self.check: assert not (bad := self.manager.check()), (event, bad)
+        self.journal.commit(self.manager.ledger.drain())
+        for c in commands:
+            self.said[type(c).__name__] += 1
+            getattr(self, f'do_{type(c).__name__}')(c)
+
+    def tick(self):
+        self.feed(ev.Tick(self.t))
+        self.after(1., self.tick)
+
+    # rollouts
+    def join(self, r, life):
+        if self.life[r] == life: self.feed(ev.RolloutJoined(r, self.host_of[r], self.capacity))
+
+    def do_StartWave(self, c):
+        assert c.placements and len({p.kind for p in c.placements}) == 1
+        life = self.life[c.rollout]
+        self.after(self.rng.uniform(.05, .3), self.pull, c, life)
+
+    def pull(self, c, life):
+        if life != self.life[c.rollout]: return
+        if c.version not in self.versions[self.host_of[c.rollout]] or ('pull' in self.faults and self.t < self.calm_at and self.rng.random() < .1):
+            return self.feed(ev.PullFailed(c.rollout, c.wave, c.version, 'gone'))
+        self.feed(ev.WaveStarted(c.rollout, c.wave, c.version, .1))
+        for p in c.placements:
+            if self.rng.random() < self.refuse: self.after(.01, self.feed, ev.Refused(c.rollout, p.trajectory, p.lease, 'too long'))
+            else: self.after(self.rng.lognormvariate(0, 1) * self.tail, self.finish, c.rollout, p, life)
+
+    def finish(self, r, p, life):
+        "A last report: perhaps twice, perhaps from a process that is taken for dead"
+        if life != self.life[r] and self.rng.random() < .5: return # it really died
+        for _ in range(1 + (self.rng.random() < .2)):
+            if self.manager.accepts(r, p.trajectory, p.lease):
+                self.tokens[p.trajectory] = p.lease
+                self.feed(ev.Progress(r, [p.trajectory], [p.lease], [10 + p.trajectory % 7], ['stop']))
+
+    def do_Abort(self, c): pass # what was aborted may still report: its lease is old
+    def do_Forget(self, c):
+        for t in c.trajectories: self.tokens.pop(t, None)
+
+    # data
+    def do_ScoreGroup(self, c): self.after(self.rng.uniform(.05, .4), self.scored, c, self.data_life)
+
+    def scored(self, c, life):
+        if life != self.data_life: return
+        now = [self.tokens.get(t) for t in c.trajectories]
+        bad = {t: 'reward_error' for t in c.trajectories if self.rng.random() < self.unscorable}
+        good = {t: float(t % 2) for t in c.trajectories if t not in bad}
+        if self.manager.ledger.groups.get(c.group) is not None and self.manager.ledger.groups[c.group].state == 'closed':
+            assert now == c.leases, f'group {c.group} is scored on other tokens than were meant: {now} {c.leases}'
+        for _ in range(1 + (self.rng.random() < .1)):
+            self.feed(ev.GroupScored(c.group, good, bad, {t: 20 for t in good}, '', dict(zip(c.trajectories, c.leases))))
+
+    # weights
+    def publish(self, step, incarnation):
+        version = self.manager.issue_version(step, incarnation)
+        self.journal.commit(self.manager.ledger.drain())
+        for h in range(self.hosts): self.after(self.rng.uniform(.05, .5), self.arrive, h, version, step, incarnation)
+        return version
+
+    def arrive(self, h, version, step, incarnation):
+        keep = sorted({*self.versions[h], version})
+        self.versions[h][version] = step, incarnation
+        for v in keep[:-2]:
+            if v not in self.pins: self.versions[h].pop(v, None)
+        if version in self.versions[h]: self.feed(ev.VersionReady(h, version, step, incarnation, f'c{version}'))
+
+    def do_Pin(self, c): self.pins.add(c.version)
+    def do_Unpin(self, c): self.pins.discard(c.version)
+
+    # actor
+    def actor_up(self, step):
+        self.incarnation = self.manager.ledger.incarnation + 1
+        self.actor_at, self.busy = step, False
+        for s in [s for s in self.lineage if s > step]: del self.lineage[s]
+        self.feed(ev.ActorJoined(self.incarnation, step))
+        self.publish(step, self.incarnation)
+        self.after(.1, self.ask, self.incarnation)
+
+    def ask(self, incarnation):
+        if incarnation == self.incarnation and not self.busy: self.feed(ev.BatchAsked(incarnation, self.actor_at + 1))
+
+    def do_GiveBatch(self, c):
+        if c.incarnation != self.incarnation or self.busy: return
+        assert c.step == self.actor_at + 1
+        kept = [r for (t, *_), r in self.journal.rows.items() if t.__name__ == 'GroupRow' and r.id in c.groups]
+        assert all(r.state in ('sampled', 'trained') and r.step == c.step for r in kept), 'given out before it was written down'
+        self.busy = True
+        version = self.manager.issue_version(c.step, c.incarnation)
+        self.journal.commit(self.manager.ledger.drain())
+        self.after(self.rng.uniform(.5, 1.5), self.trained, c, version)
+
+    def trained(self, c, version):
+        if c.incarnation == self.incarnation:
+            self.actor_at, self.busy = c.step, False
+            self.lineage[c.step] = c.groups
+            for h in range(self.hosts): self.after(self.rng.uniform(0, .5), self.arrive, h, version, c.step, c.incarnation)
+        elif self.rng.random() < .5: return
+        self.feed(ev.StepTrained(c.incarnation, c.step, version)) # perhaps of an actor that is taken for dead
+        every = self.cfg.checkpoint_every
+        if c.incarnation == self.incarnation and (c.step == self.cfg.steps or every and c.step % every == 0):
+            self.checkpoints = sorted({*self.checkpoints, c.step})[-self.cfg.keep_checkpoints:]
+            self.feed(ev.CheckpointSaved(c.step))
+        self.after(0, self.ask, self.incarnation)
+
+    # the end
+    def do_ReportEval(self, c):
+        assert len(c.reward) == self.n[1]
+        if (c.step, c.version) not in [(e.step, e.version) for e in self.evals]: self.evals.append(c)
+    def do_EndRun(self, c): self.ended = c
+
+    # faults
+    def fault(self, kind):
+        if self.t < self.calm_at:
+            getattr(self, f'fault_{kind}')()
+            self.after(self.rng.expovariate(1 / self.fault_every), self.fault, kind)
+
+    def fault_rollout(self):
+        r = self.rng.choice(list(self.life))
+        self.life[r] += 1
+        self.feed(ev.RolloutLost(r, 'killed'))
+        self.after(self.rng.uniform(.5, 3), self.join, r, self.life[r])
+
+    def fault_pull(self): pass # see `pull`
+
+    def fault_actor(self):
+        old, self.incarnation = self.incarnation, -1
+        if old < 1: self.incarnation = old; return
+        self.feed(ev.ActorLost(old, 'killed'))
+        self.checkpoints = [s for s in self.checkpoints if s == 0 or self.rng.random() < .8] or self.checkpoints # some cannot be read
+        if self.checkpoints and self.checkpoints[-1] < self.manager.ledger.horizon: self.checkpoints.append(self.manager.ledger.horizon)
+        if not self.checkpoints: self.checkpoints = [self.manager.ledger.horizon]
+        self.checkpoints.sort()
+        self.after(self.rng.uniform(.5, 2), self.revive, self.checkpoints[-1])
+
+    def revive(self, step):
+        if self.incarnation == -1: self.actor_up(step)
+
+    def fault_data(self):
+        self.data_life += 1
+        self.tokens.clear()
+        self.feed(ev.DataLost())
+
+    def fault_relay(self):
+        h = self.rng.randrange(self.hosts)
+        had, self.versions[h] = self.versions[h], {}
+        self.feed(ev.RelayLost(h, 'killed'))
+        for v, (step, inc) in had.items():
+            if v == max(had) or self.rng.random() < .5: self.after(self.rng.uniform(.2, 2), self.arrive, h, v, step, inc)
+
+    def fault_pause(self):
+        self.feed(ev.Paused())
+        self.after(self.rng.uniform(.5, 3), self.feed, ev.Resumed())
+
+    def fault_eval(self): self.feed(ev.EvalAsked())
+
+    def fault_coordinator(self):
+        "It dies, with what it had not committed, and is built again from the rows"
+        rows = msgspec.msgpack.decode(msgspec.msgpack.encode([(type(r).__name__, r) for r in self.journal.rows.values()]))
+        types = {t.__name__: t for t in KEYS}
+        self.manager = RolloutManager(self.cfg, *self.n, Ledger.restore([msgspec.convert(r, types[n]) for n, r in rows]))
+        self.feed(ev.Restarted())
+        for h, have in self.versions.items():
+            for v, (step, inc) in sorted(have.items()): self.feed(ev.VersionReady(h, v, step, inc, f'c{v}'))
+        for r, life in self.life.items(): self.after(self.rng.uniform(0, 1), self.join, r, life)
+        self.after(.2, self.ask, self.incarnation)
