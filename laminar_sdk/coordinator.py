@@ -19,11 +19,11 @@ from .pipeline import Pipeline, Plan, Table
 from .scheduling import commands as cm
 from .scheduling.ledger import KEYS, Ledger, MetaRow
 from .scheduling.manager import RolloutManager
-from .shells import actor_name, is_death
+from .shells import actor_name, is_death, Shell
 from .supervisor import Child, Supervisor
 
 # %% ../nbs/23_coordinator.ipynb #c8534105
-class Coordinator:
+class Coordinator(Shell):
     "The shell around the rollout manager of one run"
 
     def __init__(self, plan: Plan):
@@ -38,7 +38,7 @@ class Coordinator:
         self.state, self.reason, self.again = 'starting', '', self.journal.rows(MetaRow) != []
         self.begun, self.ready, self.ended, self.relays_changed = (asyncio.Event() for _ in range(4)) # ready: the manager exists
         self.sockets, self.heard, self.batches, self.table = {}, {}, {}, Table()
-        self.data, self.manager, self.pipeline, self.asked = None, None, None, time.monotonic()
+        self.data, self.manager, self.pipeline, self.asked, self.first_scored = None, None, None, time.monotonic(), None
         self.supervisor = Supervisor(self.config.name, hopeless=self._hopeless)
         if self.mark.exists(): self.begun.set()
         self.main = asyncio.get_running_loop().create_task(self._main())
@@ -57,8 +57,6 @@ class Coordinator:
         for old in (*self.dir.path.glob('.begun-*'), *self.dir.path.glob('state.json')): old.unlink()
         self.mark.touch()
         self.begun.set()
-
-    async def life(self): await asyncio.Event().wait()
 
 # %% ../nbs/23_coordinator.ipynb #10a94c1a
 @patch
@@ -195,7 +193,8 @@ def _rollout(self: Coordinator, i: int, host: int) -> Child:
         self._note('warning', f'rollout/{i}: {reason}; its trajectories are placed again', f'rollout/{i}')
         if self.manager is not None: await self._feed(ev.RolloutLost(i, reason))
     sampling = {'train': self.config.sampling, 'eval': self.config.eval.sampling}
-    args = (self.config.name, i, self.config.model, self.plan.engine, self.config.max_model_len, self.config.seed, sampling)
+    args = (self.config.name, i, self.config.model, self.plan.engine, self.config.max_model_len, self.config.seed, sampling,
+            self.config.replicas)
     return Child('rollout', i, RolloutShell, args, up, down, host=self.plan.hosts[host].options(num_gpus=self.plan.engine.get('gpus', 0)))
 
 @patch
@@ -252,9 +251,13 @@ async def report(self: Coordinator, blob: bytes) -> bool:
 async def tell(self: Coordinator, blob: bytes):
     "Events of a relay or the data actor"
     await self.ready.wait()
-    await self._feed(*msgspec.msgpack.decode(blob, type=list[_TOLD]))
+    told = msgspec.msgpack.decode(blob, type=list[_TOLD])
+    for e in told:
+        if isinstance(e, ev.Notice): self.tape.append('run', e)
+    if self.first_scored is None and any(isinstance(e, ev.GroupScored) and e.reward for e in told): self.first_scored = self.tape.now()
+    await self._feed(*(e for e in told if not isinstance(e, ev.Notice)))
 
-_TOLD = ev.VersionReady | ev.GroupScored
+_TOLD = ev.VersionReady | ev.GroupScored | ev.Notice
 
 @patch
 async def _feed(self: Coordinator, *events): await self.pipeline.feed(*events)
@@ -353,7 +356,7 @@ async def status(self: Coordinator) -> dict:
     steps = [r.event.step for r in rows if isinstance(r.event, ev.StepDone)]
     return dict(name=self.config.name, state=self.state, reason=self.reason, step=max(steps, default=0), steps=self.config.steps,
                 run_dir=str(self.plan.run_dir), t=self.tape.now(), manager=self.manager.status() if self.manager else {},
-                children={c.label: dict(up=c.failures == 0 and c.handle is not None, restarts=c.restarts) for c in self.supervisor.children.values()})
+                pid=os.getpid(), first_scored_s=self.first_scored, children={c.label: dict(up=c.failures == 0 and c.handle is not None, restarts=c.restarts, pid=c.pid) for c in self.supervisor.children.values()})
 
 @patch
 async def events(self: Coordinator, since: int = 0, max_items: int = 1000, wait_s: float = 0.) -> bytes:

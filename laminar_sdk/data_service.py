@@ -16,11 +16,12 @@ from fastcore.basics import patch
 
 from .core import events as ev
 from .core.types import Trajectory
+from .rollout.worker import Piece
 from .scheduling import commands as cm
-from .shells import Peer, actor_name
+from .shells import actor_name, Peer, Shell
 
 # %% ../nbs/24_data_service.ipynb #48eac9cd
-class DataService:
+class DataService(Shell):
     "Prompts, partial responses, rewards, trajectories of one run"
 
     def __init__(self, plan: Any # `pipeline.Plan`
@@ -33,7 +34,7 @@ class DataService:
         self.partial, self.store = PartialPool(), TrajectoryStore(self.dir.trajectories)
         self.coordinator = Peer(actor_name(self.config.name, 'coordinator'))
         self.log, self.starting, self.scored, self.due = deque(maxlen=1000), None, [], asyncio.Event()
-        self.tasks = set()
+        self.finish, self.tasks = {}, set() # finish: reasons of what has ended and is not scored
 
     async def start(self) -> dict:
         "Tokenise; a second call tells the same again: `{train, eval, skipped}`"
@@ -60,19 +61,18 @@ class DataService:
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    async def life(self): await asyncio.Event().wait()
-
 # %% ../nbs/24_data_service.ipynb #7d6db25e
 @patch
 async def extend(self: DataService, blob: bytes, version: int):
     "Accepted pieces of one report"
-    from laminar_sdk.rollout.worker import decode_pieces
-    for p in decode_pieces(blob):
-        self.partial.extend(p.trajectory, p.lease, p.first, np.frombuffer(p.ids, np.int32), np.frombuffer(p.logprobs, np.float32),
-                            version, p.finish)
+    for p in msgspec.msgpack.decode(blob, type=list[Piece]):
+        self.partial.extend(p.trajectory, p.lease, p.first, np.frombuffer(p.ids, np.int32), np.frombuffer(p.logprobs, np.float32), version)
+        if p.finish: self.finish[p.trajectory] = p.finish
 
 @patch
-async def forget(self: DataService, trajectories: list[int]): self.partial.forget(trajectories)
+async def forget(self: DataService, trajectories: list[int]):
+    self.partial.forget(trajectories)
+    for t in trajectories: self.finish.pop(t, None)
 
 # %% ../nbs/24_data_service.ipynb #0be9fcb1
 @patch
@@ -83,6 +83,7 @@ async def score(self: DataService, blob: bytes):
 
 @patch
 async def _score(self: DataService, group: int, seats: list[cm.Placement]):
+    if any((held := self.partial.peek(s.trajectory)) is None or held.lease != s.lease for s in seats): return # void by now: placed again
     trajectories = [self._finished(seat) for seat in seats]
     result = await self.rewards.score(self._arguments(trajectories))
     reward, failed = {}, {}
@@ -99,25 +100,21 @@ async def _score(self: DataService, group: int, seats: list[cm.Placement]):
 @patch
 def _finished(self: DataService, seat: cm.Placement) -> Trajectory:
     "A finished answer, put together from its pieces"
-    row, (store, prepared) = self.partial.take(seat.trajectory, seat.lease), self.prompts[seat.kind]
+    row, (store, prepared) = self.partial.pop(seat.trajectory), self.prompts[seat.kind]
     at = int(prepared.usable[seat.prompt])
     sampling = self.config.sampling if seat.kind == 'train' else self.config.eval.sampling
     return Trajectory(id=seat.trajectory, group_id=seat.group, prompt_id=at, sample_index=seat.sample_index, kind=seat.kind,
                       lease=seat.lease, columns=store.row(at), sampling=sampling.model_dump(),
                       prompt_ids=prepared.prompt_ids(at), response_ids=row.ids, logprobs=row.logprobs,
-                      loss_mask=np.ones(len(row.ids), np.uint8), versions=row.versions, finish_reason=row.finish,
+                      loss_mask=np.ones(len(row.ids), np.uint8), versions=row.versions, finish_reason=self.finish.pop(seat.trajectory),
                       turn_spans=[(0, len(row.ids))])
 
 @patch
 def _arguments(self: DataService, trajectories: list[Trajectory]) -> dict:
-    "What TRL would pass: prompts, completions, completion_ids, and each column as a list"
-    rows = [t.columns for t in trajectories]
+    "What a reward function may ask for"
+    from laminar_sdk.rollout.rewards import arguments
     texts = self.tokenizer.batch_decode([t.response_ids for t in trajectories], skip_special_tokens=True)
-    chat = isinstance(rows[0]['prompt'], list)
-    columns = {k: [r[k] for r in rows] for k in rows[0] if k != 'prompt'}
-    return dict(prompts=[r['prompt'] for r in rows],
-                completions=[[{'role': 'assistant', 'content': x}] if chat else x for x in texts],
-                completion_ids=[t.response_ids.tolist() for t in trajectories], **columns)
+    return arguments([t.columns for t in trajectories], texts, [t.response_ids.tolist() for t in trajectories])
 
 @patch
 async def _deliver(self: DataService):
@@ -127,8 +124,13 @@ async def _deliver(self: DataService):
         await asyncio.sleep(.01) # what is scored in the same moment shares one file
         self.due.clear()
         batch, self.scored = self.scored, []
-        await asyncio.to_thread(self.store.add, [t for _, ts in batch for t in ts])
+        await asyncio.to_thread(self._keep, [t for _, ts in batch for t in ts])
         await self.coordinator.ask('tell', msgspec.msgpack.encode([e for e, _ in batch]))
+
+@patch
+def _keep(self: DataService, trajectories: list[Trajectory]):
+    self.store.add(trajectories)
+    self.store.flush()
 
 # %% ../nbs/24_data_service.ipynb #23e3dca9
 @patch
@@ -140,7 +142,8 @@ async def fetch(self: DataService, ids: list[int]) -> list[Trajectory]:
 async def last(self: DataService, n: int) -> bytes:
     "The newest scored trajectories, as an Arrow stream"
     import pyarrow as pa
-    table = await asyncio.to_thread(self.store.last_table, n)
+    from laminar_sdk.data.trajectories import to_table
+    table = to_table(await asyncio.to_thread(self.store.last, n))
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as w: w.write_table(table)
     return sink.getvalue().to_pybytes()
@@ -149,7 +152,17 @@ async def last(self: DataService, n: int) -> bytes:
 async def logs(self: DataService, what: str, tail: int) -> list[str]: return list(self.log)[-tail:]
 
 @patch
-async def stats(self: DataService) -> dict: return self.partial.stats()
+async def release(self: DataService, ids: list[int]): self.store.release(ids)
 
 @patch
-async def stop(self: DataService): await asyncio.to_thread(self.rewards.close)
+async def stats(self: DataService) -> dict: return msgspec.to_builtins(self.partial.stats)
+
+@patch
+async def seal(self: DataService):
+    "Put what was scored so far into Parquet"
+    await asyncio.to_thread(self.store.seal)
+
+@patch
+async def stop(self: DataService):
+    await asyncio.to_thread(self.store.close)
+    await self.rewards.close()

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['MARK', 'home', 'write_private', 'Record', 'load', 'lock', 'environ', 'session', 'members', 'spawn_marked',
-           'clean_env', 'package_root', 'sweep', 'end', 'lives', 'stop', 'names', 'is_dead', 'find', 'loopback',
-           'ray_start', 'ensure', 'check_free', 'free_port', 'short_temp_dir']
+           'clean_env', 'package_root', 'sweep', 'end', 'lives', 'kill_all', 'stop', 'names', 'is_dead', 'find',
+           'loopback', 'ray_start', 'ensure', 'check_free', 'free_port', 'short_temp_dir']
 
 # %% ../nbs/00a_embedded.ipynb #7773e7ad
 import fcntl, json, os, re, secrets, shutil, socket, subprocess, sys, tempfile, time
@@ -131,21 +131,23 @@ def end(record: Record, grace_s: float = 8.):
     if watcher_lives and record.watcher != os.getpid(): psutil.Process(record.watcher).kill()
     if lives(record):
         psutil.Process(record.head).terminate()
-        _wait_gone(record.mark, grace_s, lambda process: None)
-    if left := _wait_gone(record.mark, 10, psutil.Process.kill):
+        until = time.monotonic() + grace_s
+        while lives(record) and time.monotonic() < until: time.sleep(.05)
+    if left := kill_all(record.mark):
         raise ResourceError(f'processes of {record.name!r} could not be ended: {left}', 'end them by pid, then try again')
     shutil.rmtree(record.temp_dir, ignore_errors=True)
     for child in _children: child.poll()
 
 def lives(record: Record) -> bool: return environ(record.head).get(MARK) == record.mark
 
-def _wait_gone(mark, timeout_s, act) -> list[int]: # pids that are left
-    until = time.monotonic() + timeout_s
+def kill_all(mark: str, patience_s: float = 10.) -> list[int]: # pids that are left
+    "Kill until a look finds nobody"
+    until = time.monotonic() + patience_s
     while (left := members(mark)) and time.monotonic() < until:
         for process in left:
-            try: act(process)
+            try: process.kill()
             except psutil.NoSuchProcess: continue # it has just ended
-        time.sleep(.1)
+        time.sleep(.05)
     return [p.pid for p in left]
 
 def stop(name: str):

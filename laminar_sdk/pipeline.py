@@ -99,9 +99,9 @@ class Table:
 
     def batch(self, step: int, lengths: list[int], staleness: list[int], rewards: list[float]):
         "Remember what a step was given"
-        self.batches[step] = dict(reward=float(np.mean(rewards)), length_median=float(np.median(lengths)),
-                                  length_p99=float(np.percentile(lengths, 99)), staleness_mean=float(np.mean(staleness)),
-                                  staleness_max=int(max(staleness)), trajectories=len(lengths))
+        p10, p50, p90, p99 = map(float, np.percentile(lengths, (10, 50, 90, 99)))
+        self.batches[step] = dict(reward=float(np.mean(rewards)), length_p10=p10, length_median=p50, length_p90=p90, length_p99=p99,
+                                  staleness_mean=float(np.mean(staleness)), staleness_max=int(max(staleness)), trajectories=len(lengths))
 
     def row(self, step: int, version: int, t: float, trained: dict) -> dict:
         "The row of a step that was just trained"

@@ -15,7 +15,7 @@ import msgspec
 
 from .core import events as ev
 from .core.errors import ConfigError
-from .shells import Peer, actor_name
+from .shells import actor_name, Peer, Shell
 
 # %% ../nbs/02_relay_tier.ipynb #d8384a59
 class RelayTier:
@@ -54,7 +54,7 @@ def socket_folder(run: str # the run's name
     return folder
 
 # %% ../nbs/02_relay_tier.ipynb #25d69f1e
-class RelayShell:
+class RelayShell(Shell):
     "Carries one host's relay"
 
     def __init__(self, run: str, host: int, address: str, secret: bytes, keep: int):
@@ -88,8 +88,6 @@ class RelayShell:
     async def pin(self, version: int): self.relay.pin(version)
     async def unpin(self, version: int): self.relay.unpin(version)
     async def stats(self) -> dict: return self.relay.stats()
-    async def life(self): await asyncio.Event().wait()
-
     async def stop(self):
         await asyncio.to_thread(self.relay.stop)
         self.socket.unlink(missing_ok=True)

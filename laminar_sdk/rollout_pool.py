@@ -13,7 +13,7 @@ import numpy as np
 
 from .core.config import Repack, Sampling
 from .core.errors import ConfigError, ResourceError
-from .shells import Peer, actor_name
+from .shells import actor_name, Peer, Shell
 
 # %% ../nbs/03_rollout_pool.ipynb #feec8232
 class RolloutPool:
@@ -80,12 +80,13 @@ def make_engine(spec: dict, # `RolloutPool.engine`
     raise ConfigError(f"engine {spec['kind']!r}", "use 'vllm' or 'emulated'")
 
 # %% ../nbs/03_rollout_pool.ipynb #c5e04db8
-class RolloutShell:
+class RolloutShell(Shell):
     "Carries one rollout"
 
-    def __init__(self, run: str, index: int, model: str, engine: dict, max_model_len: int, seed: int, sampling: dict[str, dict]):
+    def __init__(self, run: str, index: int, model: str, engine: dict, max_model_len: int, seed: int, sampling: dict[str, Sampling],
+                 replicas: int):
         os.environ.setdefault('VLLM_NO_USAGE_STATS', '1')
-        self.index, self.seed, self.sampling, self.began = index, seed, sampling, time.monotonic()
+        self.index, self.seed, self.sampling, self.replicas, self.began = index, seed, sampling, replicas, time.monotonic()
         self.spec = (engine, model, max_model_len, seed)
         self.coordinator = Peer(actor_name(run, 'coordinator'))
         self.worker, self.started = None, None
@@ -98,8 +99,8 @@ class RolloutShell:
         return dict(capacity=e.capacity, version=self.worker.version, kv_tokens=e.stats().kv_tokens, seconds=self.took, pids=e.pids())
 
     async def _start(self):
-        from laminar_sdk.rollout.worker import RolloutWorker
-        self.worker = RolloutWorker(self.index, make_engine(*self.spec), self._report)
+        from laminar_sdk.rollout.worker import RolloutWorker, report_interval
+        self.worker = RolloutWorker(self.index, make_engine(*self.spec), self._report, interval_s=report_interval(self.replicas))
         await self.worker.start()
         self.took = time.monotonic() - self.began
 
@@ -116,6 +117,5 @@ class RolloutShell:
         await self.worker.wave(wave, version, socket, items)
 
     async def abort(self, trajectories: list[int]): await self.worker.abort(trajectories)
-    async def life(self): await asyncio.Event().wait()
     async def stop(self):
         if self.worker is not None: await self.worker.stop()

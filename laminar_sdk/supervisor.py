@@ -25,6 +25,7 @@ class Child:
     host: dict | None = None # where it must live
     max_restarts: int = 0
     handle: Any = None
+    pid: int | None = None
     failures: int = 0 # in a row
     restarts: int = 0 # in all
 
@@ -67,6 +68,7 @@ class Supervisor:
         newborn = child.handle is None
         if newborn: child.handle = spawn(child.cls, *child.args, name=name, host=child.host, max_restarts=child.max_restarts)
         child.failures += 1
+        child.pid = await child.handle.pid.remote()
         await child.up(child.handle, newborn)
         child.failures = 0
         await child.handle.life.remote()

@@ -14,7 +14,7 @@ from fastcore.basics import patch
 
 from .core.config import GRPO, Eval, RunConfig, Sampling, as_rewards, for_training
 from .core.errors import ConfigError, RunError
-from .shells import Peer, actor_name, end, find, names, spawn
+from .shells import actor_name, end, find, names, Peer, Shell, spawn
 
 # %% ../nbs/04_trainer.ipynb #fc62c7b2
 class Trainer:
@@ -37,7 +37,7 @@ class Trainer:
     def _repr_html_(self): return f'<pre>{self!r}</pre>'
 
 # %% ../nbs/04_trainer.ipynb #d4905783
-class ActorShell:
+class ActorShell(Shell):
     "Carries the actor: batch, step, publish, checkpoint"
 
     def __init__(self, config: RunConfig, options: dict):

@@ -14,7 +14,7 @@ step() { # name, command: its seconds and its end go to the table
     printf '%-12s%8s s  %s\n' "$1" "$((tenths / 10)).$((tenths % 10))" "$result" >>"$steps"
 }
 in_own_home() { # nothing may be left running in it
-    LAMINAR_HOME=$home "$@"; local rc=$?
+    LAMINAR_HOME=$home LAMINAR_TEST_RUN=$home "$@"; local rc=$?
     .venv/bin/python tests/processes.py "$home" && return $rc
 }
 notebooks() { in_own_home timeout -k 10 900 .venv/bin/nbdev_test --n_workers 2; }

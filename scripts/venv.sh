@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # `venv.sh` makes .venv from requirements/cpu.lock, or does nothing when that has been done. `venv.sh lock` compiles the lock.
-set -euo pipefail
+set -eEuo pipefail
 cd "$(dirname "$0")/.."
 mkdir -p .stamps && exec 9>.stamps/venv.lock && flock 9 # two callers: the second finds the work done
 

@@ -1,16 +1,16 @@
-"Who still runs under a LAMINAR_HOME: `processes.py HOME` ends those that do, names them, and fails if there were any"
+"Who still runs that was started for a test's home: `processes.py HOME` ends them, names them, and fails if there were any"
 import os, signal, sys, time
 from pathlib import Path
 
 
 def alive(home: str) -> dict[int, str]: # pid → command
-    "Processes that were started with this LAMINAR_HOME and still run"
+    "Processes with a variable of this value: LAMINAR_HOME, or LAMINAR_TEST_RUN where a notebook sets a home of its own"
     found = {}
     for proc in Path('/proc').glob('[0-9]*'):
         try: environ, command = (proc/'environ').read_bytes(), (proc/'cmdline').read_bytes().replace(b'\0', b' ')
         except (FileNotFoundError, ProcessLookupError, PermissionError): continue # it has ended meanwhile, or is not ours
         ends_with_us = b'multiprocessing.resource_tracker' in command or b'multiprocessing.forkserver' in command
-        ours = f'LAMINAR_HOME={home}\0'.encode() in environ and int(proc.name) != os.getpid()
+        ours = f'={home}\0'.encode() in environ and int(proc.name) != os.getpid()
         if ours and command and not ends_with_us: found[int(proc.name)] = command.decode(errors='replace')[:120]
     return found
 

@@ -54,7 +54,9 @@ class GRPO(Config):
     clip_low: float = Field(0.2, gt=0, lt=1)
     clip_high: float = Field(0.28, gt=0)
     scale_by_std: bool = True # divide advantages by the group's standard deviation
-    minibatches: int = Field(1, ge=1) # optimizer updates a step
+    minibatches: int = Field(1, ge=1) # optimizer updates an epoch, each on a part of the step's groups
+    epochs: int = Field(1, ge=1) # times that a step's trajectories are gone through
+    old: Literal['engine', 'actor'] = 'engine' # the ratio's denominator: log-probs of the engine, or of the actor at the step's start
     grad_clip: float = Field(1.0, gt=0) # of the global gradient norm
     weight_decay: float = Field(0.0, ge=0)
     betas: tuple[float, float] = (0.9, 0.999)

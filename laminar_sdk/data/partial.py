@@ -79,10 +79,10 @@ def extend(self: PartialPool,
     "Take a piece of a response, once, however often it comes"
     s = self._stats
     s.pieces, s.received_bytes = s.pieces + 1, s.received_bytes + 8 * len(ids)
-    if (held := self._under(id, lease, first)) is None: return None
-    if first > len(held):
+    if first > len(self._held.get(id, ())):
         s.gaps += 1
         return None
+    if (held := self._under(id, lease, first)) is None: return None
     repeated = min(len(held) - first, len(ids))
     s.repeated += repeated
     if repeated < len(ids): held.put(ids[repeated:], logprobs[repeated:], version)
@@ -97,7 +97,7 @@ def _under(self: PartialPool, id, lease, first) -> _Growing | None:
     elif lease < held.lease:
         self._stats.stale += 1
         return None
-    elif lease > held.lease and first <= len(held):
+    elif lease > held.lease:
         self._stats.continued += 1
         held.lease = lease
         held.cut(first)

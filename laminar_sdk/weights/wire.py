@@ -147,6 +147,7 @@ class Connection:
     def _bounded(self, seconds): return _Bounded(self, seconds)
 
     def close(self): shut(self.sock)
+    def __del__(self): self.sock.close() # a forgotten one gives back what it held
 
 # %% ../../nbs/weights/01c_wire.ipynb #a1843d81
 class _Bounded:

@@ -1,0 +1,247 @@
+"""A whole run with emulated engines: real Ray, real relays, real actor, real processes killed with -9; only tokens are random.
+
+One embedded cluster serves the file. Each test has a run of its own.
+"""
+import os, random, signal, subprocess, sys, time
+from pathlib import Path
+
+import pytest
+
+from laminar_sdk.core import events as ev
+from laminar_sdk.core.config import GRPO, Eval, Reward, Sampling
+from laminar_sdk.core.errors import ConfigError, MissingError, RunError
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
+STEPS, P, G = 4, 2, 2
+
+
+@pytest.fixture(scope='module')
+def model(tmp_path_factory):
+    "A tiny random Qwen2 with one token a character"
+    from laminar_sdk.training.policy import random_policy
+    folder = tmp_path_factory.mktemp('model')
+    p = random_policy()
+    p.model.save_pretrained(folder)
+    p.tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope='module')
+def cluster(laminar_home):
+    from laminar_sdk.cluster import Cluster
+    c = Cluster.local('runs', hosts=2)
+    yield c
+    c.shutdown()
+
+
+def length(completions, **kw): return [len(c) / 100 for c in completions]
+
+
+def start(cluster, model, folder, name, reward=length, steps=STEPS, n=P, group=G, replicas=2, eval=None, prompts=None, sampling=Sampling(max_tokens=40),
+          engine={}, **fit):
+    from laminar_sdk.relay_tier import RelayTier
+    from laminar_sdk.rollout_pool import RolloutPool
+    from laminar_sdk.trainer import Trainer
+    relays = RelayTier(cluster, keep=4)
+    pool = RolloutPool(cluster, model, relays, replicas=replicas, max_model_len=64, max_running=8, engine='emulated', **({'step_s': .005} | engine))
+    trainer = Trainer(cluster, model, relays, GRPO(group_size=group, lr=1e-3))
+    rows = prompts or [dict(prompt=f'{a}+{b}=', answer=str(a + b)) for a in range(5) for b in range(5)]
+    return trainer.fit(pool, rows, reward, name=name, steps=steps, prompts_per_step=n, sampling=sampling, eval=eval, checkpoint=2,
+                       run_dir=str(folder/name), **fit)
+
+
+def finish(run, state='done'):
+    "Wait for the end, check that everything adds up, give it back"
+    s = run.wait(show=False, check=False)
+    assert s['state'] == state, s
+    assert run.audit() == []
+    counts, seen = run.counts(), run.events(max_items=100_000)
+    run.close()
+    return s, counts, seen
+
+
+def until(condition, seconds=60):
+    "Wait until a condition holds"
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, 'it did not come about'
+        time.sleep(.05)
+    return found
+
+
+def running(run, step=1): return until(lambda: (s := run.status())['step'] >= step and s)
+
+
+def notices(seen): return [r.event.text for r in seen if isinstance(r.event, ev.Notice)]
+
+
+def test_to_the_end(cluster, model, tmp_path):
+    eval = Eval(prompts=[dict(prompt='1+1=', answer='2')] * 6, sampling=Sampling(max_tokens=20))
+    run = start(cluster, model, tmp_path, 'end', eval=eval)
+    with pytest.raises(RunError, match='alive'): start(cluster, model, tmp_path, 'end')
+    s, counts, seen = finish(run)
+    steps = [r.event for r in seen if isinstance(r.event, ev.StepDone)]
+    assert [e.step for e in steps] == list(range(1, STEPS + 1))
+    assert counts['train']['trained'] == STEPS * P * G and counts['eval']['scored'] + counts['eval'].get('reported', 0) >= 6
+    evals = [r.event for r in seen if isinstance(r.event, ev.EvalDone)]
+    assert [e.step for e in evals] == [0, STEPS] and all(e.n == 6 for e in evals)
+    assert {'reward', 'staleness_mean', 'staleness_max', 'gen_tokens_per_s', 'tokens_per_s', 'length_median', 'length_p99', 'publish_stall_s'} <= set(steps[0].metrics)
+    folder = Path(s['run_dir'])
+    assert {p.name for p in folder.iterdir() if p.name[0] != '.'} >= {'config.json', 'ledger.sqlite', 'events', 'trajectories', 'prompts', 'functions', 'checkpoints'}
+    import datasets
+    table = datasets.load_dataset('parquet', data_files=str(folder/'trajectories'/'*.parquet'), split='train', cache_dir=str(tmp_path/'cache'))
+    assert len(table) >= STEPS * P * G and 'response_ids' in table.column_names
+    audit = subprocess.run([sys.executable, '-m', 'laminar_sdk.cli', 'audit', str(folder)], capture_output=True, text=True)
+    assert audit.returncode == 0, audit.stdout + audit.stderr
+    from laminar_sdk.shells import names
+    assert names('end/') == []
+
+
+@pytest.mark.parametrize('victim', ['rollout/0', 'actor/0', 'data/0', 'relay/1', 'coordinator'])
+def test_kill_9(cluster, model, tmp_path, victim):
+    run = start(cluster, model, tmp_path, f'kill-{victim.split("/")[0]}', steps=6)
+    s = running(run, 2)
+    pid = s['pid'] if victim == 'coordinator' else s['children'][victim]['pid']
+    os.kill(pid, signal.SIGKILL)
+    s, counts, seen = finish(run)
+    assert counts['train']['trained'] == 6 * P * G, counts
+    steps = [r.event for r in seen if isinstance(r.event, ev.StepDone)]
+    assert max(e.step for e in steps) == 6
+    versions = [e.metrics['version'] for e in steps]
+    assert versions == sorted(set(versions)), 'a version number was used twice'
+    assert any('restarted' in t or 'died' in t for t in notices(seen)), notices(seen)
+
+
+def test_one_permit_and_a_member_killed_again_and_again(cluster, model, tmp_path):
+    run = start(cluster, model, tmp_path, 'permit', n=1, steps=3, replicas=1, max_groups=1, engine=dict(step_s=.02))
+    for i in range(3):
+        s = until(lambda: (s := run.status())['children']['rollout/0']['up'] and s['manager']['rollouts'].get(0, {}).get('running') and s)
+        os.kill(s['children']['rollout/0']['pid'], signal.SIGKILL)
+        until(lambda: run.status()['children']['rollout/0']['restarts'] > i)
+    _, counts, _ = finish(run)
+    assert counts['train']['trained'] == 3 * G
+
+
+def raises(completions, **kw): raise ZeroDivisionError('no reward today')
+def hangs(completions, **kw): time.sleep(1000)
+def nan(completions, **kw): return [float('nan')] * len(completions)
+def too_few(completions, **kw): return [1.0]
+def tensor(completions, **kw):
+    import numpy as np
+    return np.ones(len(completions))
+
+
+@pytest.mark.parametrize('reward, reason', [(raises, 'reward_error'), (nan, 'reward_nan'), (too_few, 'reward_shape')])
+def test_a_reward_that_never_works_ends_the_run_and_says_why(cluster, model, tmp_path, reward, reason):
+    run = start(cluster, model, tmp_path, f'bad-{reward.__name__}', reward=reward)
+    s, counts, _ = finish(run, 'failed')
+    assert reason in s['reason'] or 'no reward today' in s['reason'], s['reason']
+    assert counts['train'].get('failed', 0) >= 3 * P * G
+
+
+def test_a_reward_that_sometimes_fails_costs_only_those_groups(cluster, model, tmp_path):
+    def moody(prompts, completions, **kw):
+        if prompts[0].startswith('1'): raise ValueError('not this one')
+        if prompts[0].startswith('2'): time.sleep(100)
+        return [float(len(c)) for c in completions]
+    run = start(cluster, model, tmp_path, 'moody', reward=Reward(fn=moody, timeout_s=1.0))
+    until(lambda: run.counts()['train'].get('failed', 0), 60)
+    assert any('not this one' in line for line in run.logs('reward')) or run.counts()['train'].get('failed', 0)
+    _, counts, _ = finish(run)
+    assert counts['train']['trained'] == STEPS * P * G and counts['train']['failed'] % G == 0 and counts['train']['failed'] > 0
+
+
+def test_group_of_one_equal_rewards_and_tensors(cluster, model, tmp_path):
+    run = start(cluster, model, tmp_path, 'one', reward=tensor, group=1, steps=2)
+    _, counts, seen = finish(run)
+    assert counts['train']['trained'] == 2 * P
+    assert all(abs(e.event.metrics['loss']) < 1e-6 for e in seen if isinstance(e.event, ev.StepDone))
+
+
+def test_fewer_prompts_than_a_batch_and_some_too_long(cluster, model, tmp_path):
+    rows = [dict(prompt='1+2='), dict(prompt='1+' * 60 + '1=')]
+    run = start(cluster, model, tmp_path, 'few', prompts=rows, steps=2)
+    _, counts, seen = finish(run)
+    assert counts['train']['trained'] == 2 * P * G
+    assert any('1 prompts are longer' in t for t in notices(seen)), notices(seen)
+
+
+def test_pause_resume_stop(cluster, model, tmp_path):
+    run = start(cluster, model, tmp_path, 'steer', steps=1000)
+    running(run, 1)
+    run.pause()
+    time.sleep(1)
+    before = run.status()['step']
+    time.sleep(1)
+    assert run.status()['step'] == before and run.status()['state'] == 'paused'
+    run.resume()
+    running(run, before + 1)
+    pids = [c['pid'] for c in run.status()['children'].values()]
+    run.stop()
+    until(lambda: not any(Path(f'/proc/{p}').exists() for p in pids), 20)
+    from laminar_sdk.shells import names
+    assert names('steer/') == []
+    with pytest.raises(MissingError, match='steer'): run.status()
+
+
+def test_stopped_then_resumed_from_its_folder(cluster, model, tmp_path):
+    from laminar_sdk.run import Run
+    run = start(cluster, model, tmp_path, 'again', steps=8)
+    running(run, 3)
+    folder = run.status()['run_dir']
+    run.stop()
+    back = Run.resume(folder, cluster)
+    s, counts, seen = finish(back)
+    assert counts['train']['trained'] == 8 * P * G and s['run_dir'] == folder
+
+
+def test_attach_from_another_process(cluster, model, tmp_path):
+    run = start(cluster, model, tmp_path, 'far', steps=1000)
+    running(run, 1)
+    code = ("from laminar_sdk.all import *; c = Cluster.local('runs'); r = Run.attach(c, 'far'); "
+            "print(r.status()['state'], [x.name for x in Run.list(c)]); r.stop()")
+    said = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=100)
+    assert "running ['far']" in said.stdout, said.stdout + said.stderr
+    with pytest.raises(MissingError): run.status()
+
+
+def interrupt(cluster, model, folder, n, seed):
+    "Start n runs and interrupt each at a random moment of `fit`"
+    from laminar_sdk.shells import names
+    rng = random.Random(seed)
+    import threading
+    hit = 0
+    for i in range(n):
+        timer = threading.Timer(rng.uniform(0, 1.2), os.kill, (os.getpid(), signal.SIGINT))
+        try:
+            timer.start()
+            run = start(cluster, model, folder, f'int-{i}')
+            timer.join()
+            time.sleep(.1)
+            run.stop()
+        except KeyboardInterrupt:
+            hit += 1
+            from laminar_sdk.run import Run
+            for r in Run.list(cluster):
+                if r.name == f'int-{i}': r.stop() # fit had returned: the run is the user's to stop
+        finally: timer.cancel()
+        until(lambda: names(f'int-{i}/') == [], 20)
+    return hit
+
+
+def test_interrupted_fit_leaves_no_actor(cluster, model, tmp_path): interrupt(cluster, model, tmp_path, 3, seed=1)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_interrupted_fit_leaves_no_actor_20_times(cluster, model, tmp_path): assert interrupt(cluster, model, tmp_path, 20, seed=2) > 5
+
+
+def test_bad_arguments_are_errors_in_the_cell(cluster, model, tmp_path):
+    for kw, kind, words in ((dict(name='no/slash'), ConfigError, 'name'), (dict(prompts=[dict(question='x')]), ConfigError, 'prompt'),
+                            (dict(template='{nothing}'), ConfigError, 'nothing'), (dict(schedule='sync'), ConfigError, 'sync'),
+                            (dict(sampling=Sampling(top_p=.5)), ConfigError, 'top_p')):
+        with pytest.raises(kind, match=words): start(cluster, model, tmp_path, **({'name': 'bad'} | kw))
+    with pytest.raises(MissingError, match='nowhere'): start(cluster, 'nowhere', tmp_path, 'bad')
+    from laminar_sdk.shells import names
+    assert names('bad/') == []
