@@ -7,7 +7,7 @@ __all__ = ['app', 'JSON', 'CLUSTER', 'plain', 'out', 'demo', 'read_config', 'fin
            'stop_on_sigterm', 'status', 'stop', 'find_cluster', 'audit', 'report', 'export', 'main']
 
 # %% ../nbs/08_cli.ipynb #023b60cd
-import json, math, os, signal, sys
+import json, math, signal, sys
 from pathlib import Path
 from typing import Optional
 
@@ -137,7 +137,8 @@ def audit(path: Path, as_json: bool = JSON):
     "Check that a run directory's ledger adds up; exit status 1 if not."
     from laminar_sdk.data.journal import Journal
     from laminar_sdk.data.rundir import RunDir
-    from laminar_sdk.scheduling.ledger import KEYS, Ledger
+    from laminar_sdk.scheduling.books import KEYS
+    from laminar_sdk.scheduling.ledger import Ledger
     with Journal(RunDir(path).ledger, read_only=True) as journal: ledger = Ledger.restore([r for t in KEYS for r in journal.rows(t)])
     findings, counts = ledger.audit(), {k: ledger.counts(k) for k in ('train', 'eval')}
     out({'path': str(path), 'findings': findings, 'trajectories': counts}, as_json,

@@ -13,14 +13,16 @@ import msgspec
 import numpy as np
 from fastcore.basics import patch
 
+from . import children
 from .core import events as ev
 from .folders import choose_folder, describe, end_mark
 from .pipeline import Pipeline, Plan, Table
 from .scheduling import commands as cm
-from .scheduling.ledger import KEYS, Ledger, MetaRow
+from .scheduling.books import KEYS, MetaRow
+from .scheduling.ledger import Ledger
 from .scheduling.manager import RolloutManager
-from .shells import actor_name, is_death, Shell
-from .supervisor import Child, Supervisor
+from .shells import Shell, is_death
+from .supervisor import Supervisor
 
 # %% ../nbs/23_coordinator.ipynb #c8534105
 class Coordinator(Shell):
@@ -39,7 +41,7 @@ class Coordinator(Shell):
         self.begun, self.ready, self.ended, self.relays_changed = (asyncio.Event() for _ in range(4)) # ready: the manager exists
         self.sockets, self.heard, self.batches, self.table = {}, {}, {}, Table()
         self.data, self.manager, self.pipeline, self.asked, self.first_scored = None, None, None, time.monotonic(), None
-        self.supervisor = Supervisor(self.config.name, hopeless=self._hopeless)
+        self.supervisor = Supervisor(self.config.name, hopeless=self._hopeless) # a child that cannot be brought up ends the run
         if self.mark.exists(): self.begun.set()
         self.main = asyncio.get_running_loop().create_task(self._main())
 
@@ -68,7 +70,7 @@ async def _main(self: Coordinator):
         await self._linger()
     except asyncio.TimeoutError: pass # nobody began: leave
     except Exception as e:
-        self._note('error', f'{type(e).__name__}: {e}', 'coordinator')
+        self.note('error', f'{type(e).__name__}: {e}', 'coordinator')
         await self._finish('failed', f'{type(e).__name__}: {e}')
         await self._linger()
     self._leave()
@@ -76,12 +78,8 @@ async def _main(self: Coordinator):
 @patch
 async def _raise(self: Coordinator):
     "Start every child; the manager as soon as the data actor has counted the prompts"
-    from laminar_sdk.data_service import DataService
-    tend = self.supervisor.tend
-    tend(Child('data', 0, DataService, (self.plan,), self._data_up, self._data_down, max_restarts=-1))
-    for i, _ in enumerate(self.plan.hosts): tend(self._relay(i))
-    for i, h in enumerate(self.plan.rollout_hosts): tend(self._rollout(i, h))
-    tend(self._actor())
+    for child in (children.data(self), *(children.relay(self, i) for i in range(len(self.plan.hosts))),
+                  *(children.rollout(self, i) for i in range(len(self.plan.rollout_hosts))), children.actor(self)): self.supervisor.tend(child)
     await self.ready.wait()
     self.state = 'running'
 
@@ -98,32 +96,16 @@ async def _watch(self: Coordinator):
     "Tell the manager the time; and a process that hangs does not die: a rollout that has been silent for too long is killed"
     while not self.ended.is_set():
         await asyncio.sleep(1)
-        await self._feed(ev.Tick(self.tape.now()))
+        await self.feed(ev.Tick(self.tape.now()))
         for i, t in list(self.heard.items()):
             if time.monotonic() - t > self.plan.trust_s:
-                self._note('warning', f'rollout/{i} has been silent for {self.plan.trust_s:.0f} s and is replaced', f'rollout/{i}')
+                self.note('warning', f'rollout/{i} has been silent for {self.plan.trust_s:.0f} s and is replaced', f'rollout/{i}')
                 self.heard.pop(i)
                 await self.supervisor.kill(self.supervisor.children[f'rollout/{i}'])
 
 # %% ../nbs/23_coordinator.ipynb #27c98fe5
 @patch
-async def _data_up(self: Coordinator, handle, newborn: bool):
-    counts = await handle.start.remote()
-    self.data = handle
-    if self.manager is not None: return
-    self._build_manager(counts)
-    if counts['skipped']:
-        self._note('warning', f"{counts['skipped']} prompts are longer than the model's {self.config.max_model_len} tokens allow "
-                   'and are skipped', 'data')
-    self.ready.set()
-
-@patch
-async def _data_down(self: Coordinator, reason: str):
-    self._note('warning', f'data: {reason}; what was in flight is generated again', 'data/0')
-    if self.manager is not None: await self._feed(ev.DataLost())
-
-@patch
-def _build_manager(self: Coordinator, counts: dict):
+def build_manager(self: Coordinator, counts: dict):
     "The manager, from nothing or from the ledger's rows"
     from laminar_sdk.data.prompts import PromptStore
     self.prompts = {k: PromptStore(self.dir.prompts, k).prepared() for k in ('train', 'eval') if counts[k]}
@@ -133,95 +115,17 @@ def _build_manager(self: Coordinator, counts: dict):
     if self.again:
         self.tape.append('manager', ev.Restarted())
         self.pipeline.commands += self.manager.on(ev.Restarted())
-        self._note('warning', 'the coordinator was restarted; what was in flight is generated again', 'coordinator')
-
-# %% ../nbs/23_coordinator.ipynb #f211e2e0
-@patch
-def _relay(self: Coordinator, i: int) -> Child:
-    from laminar_sdk.relay_tier import RelayShell
-    host = self.plan.hosts[i]
-    async def up(handle, newborn):
-        info = await handle.start.remote()
-        self.sockets[i] = info['socket'], tuple(info['address'])
-        await self._rechain()
-        await self.ready.wait()
-        for v in info['versions']: await self._feed(msgspec.convert(v, ev.VersionReady))
-        if newborn and i == self.plan.actor_host: await self._republish()
-        self.relays_changed.set()
-    async def down(reason):
-        self.sockets.pop(i, None)
-        self._note('warning', f'relay/{i}: {reason}', f'relay/{i}')
-        if self.manager is not None: await self._feed(ev.RelayLost(i, reason))
-    args = (self.config.name, i, host.address, self.plan.secret, self.plan.keep_versions)
-    return Child('relay', i, RelayShell, args, up, down, host=host.options())
+        self.note('warning', 'the coordinator was restarted; what was in flight is generated again', 'coordinator')
+    if counts['skipped']:
+        self.note('warning', f"{counts['skipped']} prompts are longer than the model's {self.config.max_model_len} tokens allow and are skipped", 'data/0')
+    self.ready.set()
 
 @patch
-async def _rechain(self: Coordinator):
-    "Tell each relay which relays come after it: the actor's host first"
-    order = [self.plan.actor_host] + [h for h in sorted(self.sockets) if h != self.plan.actor_host]
-    order = [h for h in order if h in self.sockets]
-    for n, h in enumerate(order):
-        if (child := self.supervisor.children.get(f'relay/{h}')) and child.handle is not None:
-            await child.handle.set_peers.remote([list(self.sockets[p][1]) for p in order[n + 1:n + 2]])
-
-@patch
-async def _republish(self: Coordinator):
-    "A newborn relay at the actor's side is empty: the actor publishes its present weights again, under a new number"
-    if (child := self.supervisor.children.get('actor/0')) and child.failures == 0 and child.handle is not None:
-        await self._publish(child.handle, *await child.handle.where.remote())
-
-@patch
-async def _publish(self: Coordinator, handle, incarnation: int, step: int):
+async def publish(self: Coordinator, actor, incarnation: int, step: int):
+    "Have the actor publish its present weights under a new number"
     version = self.manager.issue_version(step, incarnation)
     await self.pipeline.commit()
-    await handle.publish.remote(version, self.sockets[self.plan.actor_host][0])
-
-# %% ../nbs/23_coordinator.ipynb #1b5d28a2
-@patch
-def _rollout(self: Coordinator, i: int, host: int) -> Child:
-    from laminar_sdk.rollout_pool import RolloutShell
-    async def up(handle, newborn):
-        info = await handle.start.remote()
-        await self.ready.wait()
-        if not newborn: await handle.abort.remote([])
-        self.heard[i] = time.monotonic()
-        await self._feed(ev.RolloutJoined(rollout=i, host=host, capacity=info['capacity'], version=info['version'],
-                                          kv_tokens=info['kv_tokens']))
-        self._note('info', f"rollout/{i} is up after {info['seconds']:.0f} s", f'rollout/{i}')
-    async def down(reason):
-        self.heard.pop(i, None)
-        self._note('warning', f'rollout/{i}: {reason}; its trajectories are placed again', f'rollout/{i}')
-        if self.manager is not None: await self._feed(ev.RolloutLost(i, reason))
-    sampling = {'train': self.config.sampling, 'eval': self.config.eval.sampling}
-    args = (self.config.name, i, self.config.model, self.plan.engine, self.config.max_model_len, self.config.seed, sampling,
-            self.config.replicas)
-    return Child('rollout', i, RolloutShell, args, up, down, host=self.plan.hosts[host].options(num_gpus=self.plan.engine.get('gpus', 0)))
-
-@patch
-def _actor(self: Coordinator) -> Child:
-    from laminar_sdk.trainer import ActorShell
-    born = 0
-    async def up(handle, newborn):
-        nonlocal born
-        await self.ready.wait()
-        while self.plan.actor_host not in self.sockets:
-            self.relays_changed.clear()
-            await self.relays_changed.wait()
-        incarnation = self.manager.ledger.incarnation + 1
-        info = await handle.start.remote(incarnation, str(self.dir.checkpoints))
-        if info['incarnation'] == incarnation:
-            await self._feed(ev.ActorJoined(incarnation, info['step']))
-            await self._publish(handle, incarnation, info['step'])
-        born += 1
-        self._note('info', f"the actor is up at step {info['step']} (incarnation {info['incarnation']}){info['note']}", 'actor/0')
-    async def down(reason):
-        self._note('warning', f'actor: {reason}; it goes on from its newest checkpoint', 'actor/0')
-        if self.manager is not None: await self._feed(ev.ActorLost(self.manager.ledger.incarnation, reason))
-    args = (self.config, self.plan.actor)
-    return Child('actor', 0, ActorShell, args, up, down, host=self.plan.hosts[self.plan.actor_host].options(num_gpus=self.plan.actor.get('gpus', 0)))
-
-@patch
-async def _hopeless(self: Coordinator, reason: str): await self._finish('failed', reason)
+    await actor.publish.remote(version, self.sockets[self.plan.actor_host][0])
 
 # %% ../nbs/23_coordinator.ipynb #e517d118
 @patch
@@ -232,7 +136,7 @@ async def report(self: Coordinator, blob: bytes) -> bool:
     r = decode_report(blob)
     self.heard[r.rollout] = time.monotonic()
     if r.engine_dead:
-        self._note('warning', f'rollout/{r.rollout}: its engine died ({r.engine_dead})', f'rollout/{r.rollout}')
+        self.note('warning', f'rollout/{r.rollout}: its engine died ({r.engine_dead})', f'rollout/{r.rollout}')
         await self.supervisor.kill(self.supervisor.children[f'rollout/{r.rollout}'])
         return True
     pieces = [p for p in r.pieces if self.manager.accepts(r.rollout, p.trajectory, p.lease)]
@@ -243,7 +147,7 @@ async def report(self: Coordinator, blob: bytes) -> bool:
         return True # the data actor died: `DataLost` follows, and what it held is generated again
     lengths = [p.first + len(p.ids) // 4 for p in pieces]
     self.table.saw_tokens(sum(len(p.ids) // 4 for p in pieces), self.tape.now())
-    await self._feed(*r.events, ev.Progress(r.rollout, [p.trajectory for p in pieces], [p.lease for p in pieces], lengths,
+    await self.feed(*r.events, ev.Progress(r.rollout, [p.trajectory for p in pieces], [p.lease for p in pieces], lengths,
                                             [p.finish for p in pieces], r.kv_used, r.running, r.waiting))
     return True
 
@@ -255,12 +159,12 @@ async def tell(self: Coordinator, blob: bytes):
     for e in told:
         if isinstance(e, ev.Notice): self.tape.append('run', e)
     if self.first_scored is None and any(isinstance(e, ev.GroupScored) and e.reward for e in told): self.first_scored = self.tape.now()
-    await self._feed(*(e for e in told if not isinstance(e, ev.Notice)))
+    await self.feed(*(e for e in told if not isinstance(e, ev.Notice)))
 
 _TOLD = ev.VersionReady | ev.GroupScored | ev.Notice
 
 @patch
-async def _feed(self: Coordinator, *events): await self.pipeline.feed(*events)
+async def feed(self: Coordinator, *events): await self.pipeline.feed(*events)
 
 # %% ../nbs/23_coordinator.ipynb #e75915ea
 @patch
@@ -268,7 +172,7 @@ async def next_batch(self: Coordinator, incarnation: int, step: int) -> dict | N
     "The groups of a step: `{step, groups, trajectories, version, socket}`, or None at the end"
     await self.ready.wait()
     answer = self.batches.setdefault((incarnation, step), asyncio.get_running_loop().create_future())
-    await self._feed(ev.BatchAsked(incarnation, step))
+    await self.feed(ev.BatchAsked(incarnation, step))
     await asyncio.wait([answer, asyncio.ensure_future(self.ended.wait())], return_when='FIRST_COMPLETED')
     if not answer.done(): return None
     give: cm.GiveBatch = answer.result()
@@ -281,11 +185,11 @@ async def next_batch(self: Coordinator, incarnation: int, step: int) -> dict | N
 @patch
 async def step_done(self: Coordinator, incarnation: int, step: int, version: int, metrics: dict):
     "A step is trained and published"
-    await self._feed(ev.StepTrained(incarnation, step, version, metrics))
+    await self.feed(ev.StepTrained(incarnation, step, version, metrics))
     self.tape.append('run', ev.StepDone(step, self.table.row(step, version, self.tape.now(), metrics)))
 
 @patch
-async def checkpoint_saved(self: Coordinator, step: int, name: str): await self._feed(ev.CheckpointSaved(step, name))
+async def checkpoint_saved(self: Coordinator, step: int, name: str): await self.feed(ev.CheckpointSaved(step, name))
 
 @patch
 async def cut(self: Coordinator, step: int) -> dict:
@@ -352,17 +256,17 @@ def _do_EndRun(self: Coordinator, c: cm.EndRun): asyncio.get_running_loop().crea
 async def status(self: Coordinator) -> dict:
     "Where the run stands, for `run.status()`"
     self.asked = time.monotonic()
-    rows = self.tape.tail('run')
-    steps = [r.event.step for r in rows if isinstance(r.event, ev.StepDone)]
+    steps = [self.manager.ledger.trained_step] if self.manager else []
+    family = {c.label: dict(up=c.is_up, restarts=c.restarts, pid=c.pid) for c in self.supervisor.children.values()}
     return dict(name=self.config.name, state=self.state, reason=self.reason, step=max(steps, default=0), steps=self.config.steps,
                 run_dir=str(self.plan.run_dir), t=self.tape.now(), manager=self.manager.status() if self.manager else {},
-                pid=os.getpid(), first_scored_s=self.first_scored, children={c.label: dict(up=c.failures == 0 and c.handle is not None, restarts=c.restarts, pid=c.pid) for c in self.supervisor.children.values()})
+                pid=os.getpid(), first_scored_s=self.first_scored, children=family)
 
 @patch
 async def events(self: Coordinator, since: int = 0, max_items: int = 1000, wait_s: float = 0.) -> bytes:
     "Observations after number `since`, as a msgpack block; waits for the first up to `wait_s` seconds"
     self.asked = time.monotonic()
-    return await self.tape.since('run', since, max_items, wait_s)
+    return await self.tape.since(since, max_items, wait_s)
 
 @patch
 async def audit(self: Coordinator) -> list[str]:
@@ -383,7 +287,7 @@ async def stop(self: Coordinator, reason: str = 'stop'):
     "End in order; answers when everything is given back"
     if not self.ended.is_set():
         if self.manager is None: await self._finish('stopped', reason)
-        else: await self._feed(ev.StopAsked(reason))
+        else: await self.feed(ev.StopAsked(reason))
     await self.ended.wait()
 
 @patch
@@ -393,7 +297,7 @@ async def evaluate(self: Coordinator): await self._control(ev.EvalAsked(), self.
 async def _control(self: Coordinator, event, state: str):
     await self.ready.wait()
     if self.ended.is_set(): return
-    await self._feed(event)
+    await self.feed(event)
     self.state = state
 
 # %% ../nbs/23_coordinator.ipynb #349f977c
@@ -412,6 +316,11 @@ async def _finish(self: Coordinator, state: str, reason: str = ''):
     self.ended.set()
 
 @patch
+async def _hopeless(self: Coordinator, reason: str):
+    "In a task of its own: it ends the very task that says so"
+    asyncio.get_running_loop().create_task(self._finish('failed', reason))
+
+@patch
 async def _linger(self: Coordinator):
     "Stay for questions until nobody has asked for a while"
     self.asked = time.monotonic()
@@ -425,4 +334,4 @@ def _leave(self: Coordinator):
     ray.actor.exit_actor()
 
 @patch
-def _note(self: Coordinator, level: str, text: str, where: str = ''): self.tape.append('run', ev.Notice(level, text, where))
+def note(self: Coordinator, level: str, text: str, where: str = ''): self.tape.append('run', ev.Notice(level, text, where))

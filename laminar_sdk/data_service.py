@@ -6,8 +6,7 @@
 __all__ = ['DataService']
 
 # %% ../nbs/24_data_service.ipynb #20eec1ae
-import asyncio, os
-from collections import deque
+import asyncio
 from typing import Any
 
 import msgspec
@@ -33,7 +32,7 @@ class DataService(Shell):
         self.dir = RunDir(plan.run_dir)
         self.partial, self.store = PartialPool(), TrajectoryStore(self.dir.trajectories)
         self.coordinator = Peer(actor_name(self.config.name, 'coordinator'))
-        self.log, self.starting, self.scored, self.due = deque(maxlen=1000), None, [], asyncio.Event()
+        self.starting, self.scored, self.due = None, [], asyncio.Event()
         self.finish, self.tasks = {}, set() # finish: reasons of what has ended and is not scored
 
     async def start(self) -> dict:
@@ -52,7 +51,7 @@ class DataService(Shell):
         for kind in ('train', 'eval'):
             store = PromptStore(self.dir.prompts, kind)
             if store.path.exists(): self.prompts[kind] = store, store.tokenize(self.tokenizer, self.config.max_model_len)
-        self.rewards = RewardPool((self.dir.functions/'rewards.pkl').read_bytes(), log=self.log.append)
+        self.pool = RewardPool((self.dir.functions/'rewards.bin').read_bytes())
         counts = {k: len(ids.usable) for k, (_, ids) in self.prompts.items()}
         return {'train': counts['train'], 'eval': counts.get('eval', 0), 'skipped': sum(len(ids.skipped) for _, ids in self.prompts.values())}
 
@@ -85,16 +84,13 @@ async def score(self: DataService, blob: bytes):
 async def _score(self: DataService, group: int, seats: list[cm.Placement]):
     if any((held := self.partial.peek(s.trajectory)) is None or held.lease != s.lease for s in seats): return # void by now: placed again
     trajectories = [self._finished(seat) for seat in seats]
-    result = await self.rewards.score(self._arguments(trajectories))
-    reward, failed = {}, {}
-    for i, t in enumerate(trajectories):
-        t.rewards = {name: column[i] for name, column in result.by_name.items()}
-        t.reward = result.reward[i]
-        if t.reward is None: failed[t.id] = result.reasons[i]
-        else: reward[t.id] = t.reward
+    result = await self.pool.score(self._arguments(trajectories))
+    for i, t in enumerate(trajectories): t.reward, t.rewards = result.reward[i], {name: v[i] for name, v in result.by_name.items()}
+    reward = {t.id: t.reward for i, t in enumerate(trajectories) if i not in result.reasons}
+    failed = {trajectories[i].id: reason for i, reason in result.reasons.items()}
     self.scored.append((ev.GroupScored(group, reward, failed, {t.id: len(t) for t in trajectories}, result.error,
                                        {t.id: t.lease for t in trajectories}),
-                        [t for t in trajectories if t.reward is not None]))
+                        [t for t in trajectories if t.id in reward]))
     self.due.set()
 
 @patch
@@ -149,7 +145,9 @@ async def last(self: DataService, n: int) -> bytes:
     return sink.getvalue().to_pybytes()
 
 @patch
-async def logs(self: DataService, what: str, tail: int) -> list[str]: return list(self.log)[-tail:]
+async def logs(self: DataService, what: str, tail: int) -> list[str]:
+    "What reward functions printed, and how they failed"
+    return self.pool.logs(tail)
 
 @patch
 async def release(self: DataService, ids: list[int]): self.store.release(ids)
@@ -165,4 +163,4 @@ async def seal(self: DataService):
 @patch
 async def stop(self: DataService):
     await asyncio.to_thread(self.store.close)
-    await self.rewards.close()
+    await self.pool.close()

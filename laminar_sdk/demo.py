@@ -6,15 +6,14 @@
 __all__ = ['Task', 'arithmetic', 'smollm2', 'run_demo', 'summary', 'Watch']
 
 # %% ../nbs/07_demo.ipynb #91f8bf8e
-import json, os, threading, time
-from dataclasses import dataclass, field
+import threading, time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .core.config import GRPO, Eval, Sampling
-from .core.errors import ConfigError
 
 # %% ../nbs/07_demo.ipynb #377fe029
 @dataclass

@@ -6,7 +6,7 @@
 __all__ = ['CHUNK', 'Launch', 'relaunch']
 
 # %% ../nbs/05_launch.ipynb #15d96d29
-import hashlib, os, secrets, tempfile
+import hashlib, secrets, tempfile
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +43,10 @@ from fastcore.basics import patch
 
 @patch
 def check(self: Launch):
-    from laminar_sdk.scheduling.schedules import schedule
+    from laminar_sdk.scheduling.schedules import schedule_for
     from laminar_sdk.training.policy import describe_model
     model = describe_model(self.config.model)
-    schedule(self.config.schedule)
+    schedule_for(self.config)
     if self.resume not in ('auto', 'never'): raise ConfigError(f'resume={self.resume!r}', "use 'auto' or 'never'")
     if model.max_length and self.config.max_model_len > model.max_length:
         raise ConfigError(f'max_model_len={self.config.max_model_len}, but {self.config.model} was made for {model.max_length} tokens',
@@ -62,7 +62,7 @@ def refuse_live(self: Launch):
 @patch
 def pack(self: Launch) -> dict[str, bytes]: # by path below the run directory
     from laminar_sdk.rollout.reward_workers import pack_rewards
-    files = {'functions/rewards.pkl': pack_rewards(self.rewards, self.ship), 'prompts/train.arrow': self.arrow('train', self.prompts, self.template)}
+    files = {'functions/rewards.bin': pack_rewards(self.rewards, self.ship), 'prompts/train.arrow': self.arrow('train', self.prompts, self.template)}
     if self.held_out is not None: files['prompts/eval.arrow'] = self.arrow('eval', self.held_out, self.template)
     return files
 

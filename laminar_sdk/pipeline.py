@@ -10,12 +10,10 @@ import asyncio, time
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from .core.config import RunConfig
 from .core import events as ev
-from .scheduling import commands as cm
 
 # %% ../nbs/22_pipeline.ipynb #ce245ae9
 @dataclass

@@ -7,7 +7,6 @@ __all__ = ['RelayTier', 'socket_folder', 'RelayShell']
 
 # %% ../nbs/02_relay_tier.ipynb #2006b3b3
 import asyncio, hashlib, os, tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 

@@ -168,7 +168,7 @@ def evaluations(self: Run) -> list[ev.EvalDone]:
 @patch
 def trajectories(self: Run, last: int = 500): # a `datasets.Dataset`
     "The newest scored trajectories"
-    import io, datasets, ray
+    import datasets, ray
     import pyarrow as pa
     data = find(actor_name(self.name, 'data'))
     if data is None: raise MissingError(f'run {self.name!r} is over', 'read its directory: Run.load(path)')

@@ -7,7 +7,7 @@ __all__ = ['Child', 'Supervisor']
 
 # %% ../nbs/21_supervisor.ipynb #2ee38e0c
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Awaitable, Callable
 
 from .shells import actor_name, find, is_death, spawn
@@ -31,6 +31,9 @@ class Child:
 
     @property
     def label(self): return f'{self.role}/{self.index}'
+
+    @property
+    def is_up(self): return self.handle is not None and self.failures == 0
 
 # %% ../nbs/21_supervisor.ipynb #07040b17
 class Supervisor:

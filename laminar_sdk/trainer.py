@@ -13,8 +13,8 @@ from typing import Any
 from fastcore.basics import patch
 
 from .core.config import GRPO, Eval, RunConfig, Sampling, as_rewards, for_training
-from .core.errors import ConfigError, RunError
-from .shells import actor_name, end, find, names, Peer, Shell, spawn
+from .core.errors import ConfigError
+from .shells import Peer, Shell, actor_name
 
 # %% ../nbs/04_trainer.ipynb #fc62c7b2
 class Trainer:

@@ -1,7 +1,6 @@
 """A tiny world for the rollout manager: virtual time, seeded faults, a journal in a dict. No processes, no clock."""
 import heapq, random
 from collections import Counter
-
 import msgspec
 
 from laminar_sdk.core import events as ev
@@ -9,6 +8,9 @@ from laminar_sdk.core.config import Eval, GRPO, RunConfig
 from laminar_sdk.scheduling import commands as cm
 from laminar_sdk.scheduling.ledger import KEYS, Ledger
 from laminar_sdk.scheduling.manager import RolloutManager
+
+
+RETRIED = (ev.Progress, ev.Refused, ev.GroupScored, ev.StepTrained, ev.CheckpointSaved)
 
 
 def config(**over):
@@ -35,8 +37,9 @@ class World:
         self.faults, self.fault_every, self.calm_at, self.check = faults, fault_every, calm_at, check
         self.refuse, self.unscorable = refuse, unscorable
         self.journal, self.manager = Journal(), RolloutManager(cfg, *self.n)
-        self.epoch, self.data_life, self.incarnation, self.actor_at, self.busy = 0, 0, 0, 0, False
-        self.checkpoints, self.lineage, self.log, self.ended, self.evals = [0], {}, [], None, []
+        self.data_life, self.incarnation, self.actor_at, self.busy = 0, 0, 0, False
+        self.checkpoints, self.lineage, self.ended, self.evals = [0], {}, None, []
+        self.log, self.uncommitted = [], []
         self.tokens, self.pins, self.said = {}, set(), Counter()
         for r in self.life: self.after(self.rng.uniform(0, 2), self.join, r, 0)
         self.after(1., self.actor_up, 0)
@@ -53,17 +56,28 @@ class World:
             f(*args)
         return self
 
-    # the coordinator: event → manager → commit → commands
-    def feed(self, event, commit=True):
+    # the coordinator: events → manager → one commit for several → commands
+    def feed(self, event):
         if self.ended is not None: return
         self.n_events += 1
+        before = self.manager.dispatch.cursor.position
         commands = self.manager.on(event)
-        self.log.append(event)
         if self.check: assert not (bad := self.manager.check()), (event, bad)
+        if self.manager.dispatch.cursor.position > before:
+            n = self.manager.dispatch.groups()
+            assert n['in_flight'] + n['buffered'] <= self.cfg.groups_bound, f'admitted beyond the bound: {n}'
+        self.log.append((event, commands))
+        self.uncommitted.append((event, commands))
+        if self.rng.random() < .7: self.commit()
+        else: self.after(.02, self.commit)
+
+    def commit(self):
+        batch, self.uncommitted = self.uncommitted, []
         self.journal.commit(self.manager.ledger.drain())
-        for c in commands:
-            self.said[type(c).__name__] += 1
-            getattr(self, f'do_{type(c).__name__}')(c)
+        for _, commands in batch:
+            for c in commands:
+                self.said[type(c).__name__] += 1
+                getattr(self, f'do_{type(c).__name__}')(c)
 
     def tick(self):
         self.feed(ev.Tick(self.t))
@@ -113,9 +127,13 @@ class World:
             self.feed(ev.GroupScored(c.group, good, bad, {t: 20 for t in good}, '', dict(zip(c.trajectories, c.leases))))
 
     # weights
-    def publish(self, step, incarnation):
+    def issue(self, step, incarnation):
         version = self.manager.issue_version(step, incarnation)
-        self.journal.commit(self.manager.ledger.drain())
+        self.after(0, self.commit)
+        return version
+
+    def publish(self, step, incarnation):
+        version = self.issue(step, incarnation)
         for h in range(self.hosts): self.after(self.rng.uniform(.05, .5), self.arrive, h, version, step, incarnation)
         return version
 
@@ -147,9 +165,7 @@ class World:
         kept = [r for (t, *_), r in self.journal.rows.items() if t.__name__ == 'GroupRow' and r.id in c.groups]
         assert all(r.state in ('sampled', 'trained') and r.step == c.step for r in kept), 'given out before it was written down'
         self.busy = True
-        version = self.manager.issue_version(c.step, c.incarnation)
-        self.journal.commit(self.manager.ledger.drain())
-        self.after(self.rng.uniform(.5, 1.5), self.trained, c, version)
+        self.after(self.rng.uniform(.5, 1.5), self.trained, c, self.issue(c.step, c.incarnation))
 
     def trained(self, c, version):
         if c.incarnation == self.incarnation:
@@ -216,7 +232,8 @@ class World:
     def fault_eval(self): self.feed(ev.EvalAsked())
 
     def fault_coordinator(self):
-        "It dies, with what it had not committed, and is built again from the rows"
+        "It dies, with what it had not committed, and is built again from the rows; who was not answered says it again"
+        again, self.uncommitted = [e for e, _ in self.uncommitted if isinstance(e, RETRIED)], []
         rows = msgspec.msgpack.decode(msgspec.msgpack.encode([(type(r).__name__, r) for r in self.journal.rows.values()]))
         types = {t.__name__: t for t in KEYS}
         self.manager = RolloutManager(self.cfg, *self.n, Ledger.restore([msgspec.convert(r, types[n]) for n, r in rows]))
@@ -224,4 +241,9 @@ class World:
         for h, have in self.versions.items():
             for v, (step, inc) in sorted(have.items()): self.feed(ev.VersionReady(h, v, step, inc, f'c{v}'))
         for r, life in self.life.items(): self.after(self.rng.uniform(0, 1), self.join, r, life)
+        for e in again: self.after(.1, self.retry, e)
         self.after(.2, self.ask, self.incarnation)
+
+    def retry(self, e):
+        if isinstance(e, ev.Progress) and not self.manager.accepts(e.rollout, e.trajectory[0], e.lease[0]): return
+        self.feed(e)

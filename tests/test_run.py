@@ -146,7 +146,7 @@ def test_a_reward_that_sometimes_fails_costs_only_those_groups(cluster, model, t
         return [float(len(c)) for c in completions]
     run = start(cluster, model, tmp_path, 'moody', reward=Reward(fn=moody, timeout_s=1.0))
     until(lambda: run.counts()['train'].get('failed', 0), 60)
-    assert any('not this one' in line for line in run.logs('reward')) or run.counts()['train'].get('failed', 0)
+    assert any('not this one' in line for line in run.logs()) or run.counts()['train'].get('failed', 0)
     _, counts, _ = finish(run)
     assert counts['train']['trained'] == STEPS * P * G and counts['train']['failed'] % G == 0 and counts['train']['failed'] > 0
 

@@ -6,10 +6,8 @@
 __all__ = ['Column', 'Table', 'Journal', 'commit', 'rows', 'counts', 'close', 'backup']
 
 # %% ../../nbs/data/01_journal.ipynb #225d371b
-import fcntl
 import os
 import sqlite3
-import time
 import types
 import typing
 from contextlib import contextmanager
@@ -19,7 +17,7 @@ from threading import RLock
 import msgspec
 
 from ..core.errors import IntegrityError, MissingError, RunError
-from .rundir import check_local, disk_full, sync_folder
+from .rundir import check_local, disk_full, own, sync_folder
 
 # %% ../../nbs/data/01_journal.ipynb #50feb646
 _SQL = {int: 'INTEGER', bool: 'INTEGER', float: 'REAL', str: 'TEXT'}
@@ -85,17 +83,13 @@ class Journal:
 
 # %% ../../nbs/data/01_journal.ipynb #508daf74
 def _lock(path, wait_s):
-    "An exclusive lock beside the database, held until close or death"
-    fd, until = os.open(f'{path}.lock', os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), time.monotonic() + wait_s
-    while True:
-        try: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() < until:
-                time.sleep(.05)
-                continue
-            os.close(fd)
-            raise RunError(f'{path} is being written by another process', 'the run is alive: use Run.attach, or stop it first') from None
-        return fd
+    "The lock of the one writer, on a neighbour file: SQLite has its own use for locks on the database"
+    fd = os.open(f'{path}.lock', os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try: own(fd, path, wait_s)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 def _connect(path, read_only):
     "A connection that commits only when told to"

@@ -284,11 +284,9 @@ class PreparedPrompts:
         self.max_model_len = int(self._table.schema.metadata[b'max_model_len'])
         self.ids = self._table['ids'] # list<int32>, null where skipped
         self._fits = ~self.ids.is_null().to_numpy()
+        self.usable = np.flatnonzero(self._fits) # rows, in order
 
     def __repr__(self): return f'PreparedPrompts({len(self.usable):,} usable, {len(self.skipped):,} skipped: longer than {self.max_model_len} tokens)'
-
-    @property
-    def usable(self) -> np.ndarray: return np.flatnonzero(self._fits) # rows, in order
 
     @property
     def skipped(self) -> list[tuple[int, int]]: # (row, tokens)

@@ -64,13 +64,28 @@ def headers(folder: str | Path) -> list[dict]:
     found = (next(frames(p.read_bytes(), p), None) for p in segments(folder))
     return [msgspec.msgpack.decode(_unpack(f[1])) for f in found if f]
 
+def _first(path) -> int | None:
+    "The number of a segment's first record; None if it died before its header was whole"
+    with open(path, 'rb') as f:
+        head = f.read(_PREFIX.size)
+        if len(head) < _PREFIX.size: return None
+        found = next(frames(head + f.read(_PREFIX.unpack(head)[0]), path), None)
+    return msgspec.msgpack.decode(_unpack(found[1]))['first_seq'] if found else None
+
+def _holding(folder, seq) -> list[Path]:
+    "The segments that may hold records after a number"
+    paths = segments(folder)
+    for i in reversed(range(len(paths))):
+        if (first := _first(paths[i])) is not None and first <= seq + 1: return paths[i:]
+    return paths
+
 def read(folder: str | Path, # of one stream, e.g. events/manager
          since_seq: int = 0 # records after this one
         ) -> Iterator[Record]:
     "The records of a stream, in order; what a crash tore off at a segment's end is left out"
     if not Path(folder).is_dir(): raise MissingError(f'no stream of events at {folder}', 'check the path of the run directory')
     expected = None
-    for path in segments(folder):
+    for path in _holding(folder, since_seq):
         for last, payload, _ in frames(path.read_bytes(), path):
             if last <= since_seq: continue
             for record in decode_records(_unpack(payload)):
@@ -163,7 +178,7 @@ class Recorder:
     def __init__(self,
                  folder: str | Path, # events/ of the run directory
                  header: dict, # code version, config hash: what a replay needs to be the same
-                 segment_bytes: int = 64 << 20, # a new segment behind this size
+                 segment_bytes: int = 16 << 20, # a new segment behind this size
                  fsync_s: float | None = 1., # least time between fsyncs; 0 = each flush, None = leave it to the system
                  tail: int = 20_000, # newest records kept in memory, per stream
                  block: int = 2_000 # records that may wait

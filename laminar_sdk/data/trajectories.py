@@ -7,7 +7,6 @@ __all__ = ['GROUP', 'schema', 'to_table', 'from_table', 'TrajectoryStore', 'add'
            'last']
 
 # %% ../../nbs/data/05_trajectories.ipynb #e2798aef
-import fcntl
 import os
 from collections import OrderedDict
 from pathlib import Path
@@ -17,10 +16,10 @@ from typing import Iterable
 import msgspec
 import numpy as np
 
-from ..core.errors import MissingError, RunError
+from ..core.errors import MissingError
 from ..core.types import Trajectory
 from .recorder import AppendFile, frame, frames
-from .rundir import disk_errors, sync_folder
+from .rundir import disk_errors, own, sync_folder
 
 # %% ../../nbs/data/05_trajectories.ipynb #4afbd127
 def schema():
@@ -127,13 +126,14 @@ class TrajectoryStore:
                  read_only: bool = False, # a viewer: sees what is there now
                  seal_rows: int = 1024, # rows of a Parquet file
                  seal_bytes: int = 64 << 20, # or this much log, whichever comes first
-                 cache_bytes: int = 256 << 20 # of sealed trajectories kept in memory
+                 cache_bytes: int = 256 << 20, # of sealed trajectories kept in memory
+                 wait_s: float = 10. # for the lock, when a predecessor is still dying
                 ):
         self.folder, self.read_only, self.seal_rows, self.seal_bytes, self.cache_bytes = Path(folder), read_only, seal_rows, seal_bytes, cache_bytes
         self._mutex, self._index, self._open, self._waiting, self._cache, self._cached = RLock(), _Index(), {}, {}, OrderedDict(), 0
         if not read_only: self.folder.mkdir(0o700, parents=True, exist_ok=True)
         elif not self.folder.is_dir(): raise MissingError(f'no trajectories at {folder}', 'check the path of the run directory')
-        self._log = None if read_only else _own(AppendFile(self.folder/'.open.log'))
+        self._log = None if read_only else _own(AppendFile(self.folder/'.open.log'), wait_s)
         self._recover()
 
     def __len__(self): return len(self._index.ids) + len({**self._open, **self._waiting})
@@ -146,12 +146,12 @@ class TrajectoryStore:
 
     def path(self, number: int) -> Path: return self.folder/f'{number:06d}.parquet'
 
-def _own(log):
-    "The lock of the one writer; the kernel lets go of it when its holder dies"
-    try: fcntl.flock(log.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+def _own(log, wait_s):
+    "The lock of the one writer"
+    try: own(log.fd, log.path, wait_s)
+    except BaseException:
         log.close()
-        raise RunError(f'{log.path} is being written by another process', 'the run is alive: use Run.attach, or stop it first') from None
+        raise
     return log
 
 # %% ../../nbs/data/05_trajectories.ipynb #5b79cb39

@@ -60,7 +60,7 @@ def token_stats(log_ratio: Tensor, # of each token, 0 where masked
     "What one micro-batch adds to the step's figures"
     ratio = log_ratio.exp()
     low, high = (ratio < 1 - clip_low) & (advantages < 0), (ratio > 1 + clip_high) & (advantages > 0)
-    per_token = low, high, ratio, -log_ratio, ratio - 1 - log_ratio, -new, torch.ones_like(ratio)
+    per_token = low, high, ratio, -log_ratio, log_ratio.expm1() - log_ratio, -new, torch.ones_like(ratio)
     sums = torch.stack([torch.where(mask, x.to(ratio.dtype), 0.).sum(dtype=torch.float64) for x in per_token])
     return sums, torch.where(mask, ratio, 0.).amax() if ratio.numel() else ratio.new_zeros(())
 

@@ -6,7 +6,7 @@
 __all__ = ['BLUE', 'ORANGE', 'GREEN', 'RED', 'GREY', 'TITLES', 'TRACES', 'Series', 'values', 'figure', 'headline', 'notices']
 
 # %% ../../nbs/notebook/01_charts.ipynb #66474c09
-from typing import Any, Iterable
+from typing import Any
 
 from ..core import events as ev
 

@@ -9,8 +9,7 @@ __all__ = ['MAX_POINTS', 'EVERY_S', 'thin', 'Dashboard']
 import copy, threading, time
 from typing import Any
 
-from ..core import events as ev
-from .charts import TRACES, Series, figure, headline, notices, values
+from .charts import Series, figure, headline, notices, values
 
 MAX_POINTS = 2_000 # of a trace in the browser
 EVERY_S = .5 # between two updates

@@ -169,9 +169,8 @@ async def load(self: EmulatedEngine,
 
 def _pull(version: int | None, socket_path: str) -> LoadReport:
     from laminar_sdk.weights.client import RelayClient
-    from laminar_sdk.weights.layout import verify
     began = time.perf_counter()
-    with RelayClient(socket_path).pull(version) as pulled:
+    with RelayClient(socket_path) as relay, relay.pull(version) as pulled:
         m = pulled.manifest
-        verify(pulled.buffer, m)
+        pulled.verify()
     return LoadReport(m.version, time.perf_counter() - began, True, m.nbytes, m.checksum, emulated=True)

@@ -12,6 +12,7 @@ import os
 import pickle
 import reprlib
 import signal
+import socket
 import struct
 import sys
 import traceback
@@ -82,7 +83,7 @@ def answer(child: Child, request: bytes) -> bytes: # JSON
     "Carry out a request; an exception is an answer, too"
     what, *args = pickle.loads(request)
     try: result = getattr(child, what)(*args)
-    except BaseException as e: result = dict(raised=explain(e)) # the user's code may raise anything, SystemExit included
+    except BaseException as e: result = dict(raised=explain(e), kind=type(e).__name__) # the user's code may raise anything, SystemExit included
     body = json.dumps(result).encode()
     if len(body) > EXTRAS: body = json.dumps(dict(result, metrics={}, extra={}, error='logged more than 1 MiB; left out')).encode()
     return body
@@ -100,7 +101,5 @@ def main():
     fd, parent = map(int, sys.argv[1:3])
     die_with(parent)
     os.set_inheritable(fd, False)
-    child = Child()
-    with open(fd, 'r+b', buffering=0) as raw:
-        stream = os.fdopen(os.dup(fd), 'rb') # buffered: a read returns all that was asked for
-        while (request := receive(stream)) is not None: send(raw, answer(child, request))
+    child, stream = Child(), socket.socket(fileno=fd).makefile('rwb')
+    while (request := receive(stream)) is not None: send(stream, answer(child, request))

@@ -147,7 +147,7 @@ class RolloutWorker:
         self.seed = engine.seed if seed is None else seed
         self.incarnation = time.time_ns() // 1_000_000 if incarnation is None else incarnation
         self.version, self.seq, self.failed_sends, self.sending, self.dead = -1, 0, 0, False, ''
-        self.outbox, self.orders, self.flying, self.known = Outbox(), deque(), {}, OrderedDict()
+        self.outbox, self.orders, self.flying, self.cut, self.known = Outbox(), deque(), {}, set(), OrderedDict()
         self.ordered, self.landed, self.tasks, self.said = asyncio.Event(), asyncio.Event(), [], (time.monotonic(), 0)
 
     def __repr__(self):
@@ -216,10 +216,12 @@ async def _fly(self: RolloutWorker, item: Assignment):
         async for chunk in self.engine.generate(item.request(self.seed)):
             self.outbox.add(item, first, chunk)
             first += len(chunk.ids)
+            if item.key in self.cut: await self.engine.abort(item.key) # it was aborted before the engine knew it
     except RequestRefused as e: self.outbox.say(Refused(self.index, item.trajectory, item.lease, e.message))
     except Exception as e: self._die(e)
     finally:
         del self.flying[item.key]
+        self.cut.discard(item.key)
         self.landed.set()
 
 @patch
@@ -292,12 +294,13 @@ async def wave(self: RolloutWorker,
 @patch
 async def abort(self: RolloutWorker, trajectories: list[int] = ()):
     "Stop these, in flight or ordered; empty: all"
-    hit = lambda t: not trajectories or t in set(trajectories)
+    chosen = set(trajectories)
     for order in self.orders:
-        for item in [i for i in order.items if hit(i.trajectory)]:
+        for item in [i for i in order.items if not chosen or i.trajectory in chosen]:
             order.items.remove(item)
             self.outbox.add(item, item.first, Chunk(finish_reason='abort'))
-    for key in [k for k in self.flying if hit(int(k.split('.')[0]))]: await self.engine.abort(key)
+    self.cut |= {k for k in self.flying if not chosen or int(k.split('.')[0]) in chosen}
+    for key in list(self.cut): await self.engine.abort(key)
 
 @patch
 async def stop(self: RolloutWorker, grace_s: float = 5. # for the last reports

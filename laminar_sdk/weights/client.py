@@ -6,7 +6,7 @@
 __all__ = ['Line', 'Pulled', 'Reader', 'Draft', 'Writer', 'copy_into', 'PublishReport', 'RelayClient']
 
 # %% ../../nbs/weights/04_client.ipynb #2e303c6f
-import mmap, msgspec, os, socket, threading, time, weakref
+import mmap, msgspec, os, queue, socket, threading, time, weakref
 from collections import deque
 from concurrent.futures import Future
 from fastcore.basics import patch
@@ -174,6 +174,7 @@ class Writer:
     "Takes drafts ahead of time, and seals them"
     def __init__(self, line: Line):
         self.line, self.mapped, self.on, self.ahead, self.newest, self.refused = line, {}, None, None, -1, ''
+        self.wanted, self.thread = queue.SimpleQueue(), None
 
     def begin(self, layout: Layout) -> Draft:
         "A draft for this layout; at once, if one was taken ahead"
@@ -193,13 +194,22 @@ class Writer:
             raise ConfigError(f'version {version} is refused: the newest is {self.newest}, and versions only go up', 'number it (highest ever issued) + 1')
         self.line.tell(wire.Seal(draft.segment, version, step, incarnation), draft.line)
         self.newest, self.ahead = version, Future()
-        threading.Thread(target=self._acquire_into, args=(self.ahead, draft.layout), name='laminar-ahead', daemon=True).start()
+        self.wanted.put((self.ahead, draft.layout))
+        if self.thread is None: # one for all: starting a thread waits until it runs, which the actor would pay for
+            self.thread = threading.Thread(target=self._take_ahead, name='laminar-ahead', daemon=True)
+            self.thread.start()
 
     def abandon(self, draft: Draft): self.line.tell(wire.Abandon(draft.segment), draft.line)
 
-    def _acquire_into(self, ahead: Future, layout: Layout):
-        try: ahead.set_result(self._acquire(layout))
-        except Exception as e: ahead.set_exception(e)
+    def _take_ahead(self):
+        for ahead, layout in iter(self.wanted.get, None):
+            try: ahead.set_result(self._acquire(layout))
+            except Exception as e: ahead.set_exception(e) # raised at the next begin
+
+    def close(self):
+        self.wanted.put(None) # ends the thread, after what it is doing
+        self.thread = None
+        self.line.close()
 
     def _acquire(self, layout: Layout) -> Draft:
         acquired, fd, line = self.line.ask(wire.Acquire(layout), self.line.timeout_s + layout.nbytes/5e7) # new memory takes its time
@@ -318,7 +328,7 @@ def stats(self: RelayClient) -> dict[str, Any]:
 @patch
 def close(self: RelayClient):
     "Give everything back; a version that is still looked through stays held until it no longer is"
-    self.writer.line.close()
+    self.writer.close()
     self.reader.line.drop()
 
 @patch

@@ -7,6 +7,7 @@ __all__ = ['Image', 'VersionStore', 'Failure', 'VersionInfo', 'Shelf']
 
 # %% ../../nbs/weights/01b_store.ipynb #eb73d66d
 import msgspec, threading, time
+from collections import deque
 from fastcore.basics import patch
 from typing import Any, Callable
 from ..core.errors import ClusterError, ConfigError, MissingError, ResourceError, RunError
@@ -130,6 +131,7 @@ class Shelf:
                 ):
         self.store, self.pool, self.max_bytes, self.notify = VersionStore(keep), SegmentPool(), max_bytes, notify
         self.changed, self.closed, self.counts = threading.Condition(threading.RLock()), False, {}
+        self.lately = deque([0]*8, maxlen=8) # `_extra` at each of the last versions
 
     def take(self,
              nbytes: int,
@@ -144,9 +146,10 @@ class Shelf:
         "A segment that was not needed"
         with self.changed: self.pool.give(segment, self._room())
 
-    def _room(self): # free segments allowed once one more is back: `keep` + 1 in all, and one for each version that is only held
-        extra = len(self.store.visible().keys() - set(sorted(self.store.visible())[-self.store.keep:]))
-        return max(0, self.store.keep + 1 + extra - (len(self.pool.used) - 1))
+    def _extra(self): return max(0, len(self.store.visible()) - self.store.keep) # versions that are there only because they are held or pinned
+
+    def _room(self): # free segments allowed once one more is back: `keep` + 1 in all, and as many more as stragglers needed lately
+        return max(0, self.store.keep + 1 + max(self._extra(), *self.lately) - (len(self.pool.used) - 1))
 
     def _collect(self):
         for image in self.store.collect():
@@ -185,6 +188,7 @@ def show(self: Shelf, image: Image):
         image.received = image.manifest.nbytes
         self.notify((image.manifest, time.perf_counter() - image.born))
         self._collect()
+        self.lately.append(self._extra())
 
 @patch
 def fail(self: Shelf, image: Image, reason: str):

@@ -1,0 +1,313 @@
+"""The vLLM engine, for real: one engine for the whole file, loads there and back, and its death at the end.
+The reference is transformers on the same, rounded weights: it shares no line with the engine."""
+import asyncio, os, secrets, signal, subprocess, sys, tempfile, time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from laminar_sdk.core.config import Sampling
+from laminar_sdk.core.errors import IntegrityError, MissingError, RunError
+from laminar_sdk.core.events import WaveStarted
+from laminar_sdk.rollout.engine import Engine, EngineDead, GenerationRequest, RequestRefused
+from laminar_sdk.rollout.worker import Assignment, RolloutWorker
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
+EOS, VOCAB, LIMIT, LONG = 1, 20, 256, list(range(2, 20)) * 5 # LONG: 90 tokens, two whole cache blocks
+
+
+def tiny(folder: Path, seed: int):
+    "A random Qwen2 of the demo's size, tied head, fp32 weights on the bf16 grid"
+    os.environ.setdefault('OMP_NUM_THREADS', '1') # before torch is loaded: then the engine may fork
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    torch.manual_seed(seed)
+    config = Qwen2Config(vocab_size=VOCAB, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+                         num_key_value_heads=2, max_position_embeddings=LIMIT, tie_word_embeddings=True, eos_token_id=EOS, pad_token_id=0,
+                         bos_token_id=None, initializer_range=.15)
+    model = Qwen2ForCausalLM(config).float().eval()
+    with torch.no_grad():
+        for p in model.parameters(): p.copy_(p.bfloat16())
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(scope='module')
+def world():
+    "An engine started from model A, a relay, and the models A and B"
+    from laminar_sdk.weights.client import RelayClient
+    from laminar_sdk.weights.relay import Relay
+    with tempfile.TemporaryDirectory(prefix='lmr-') as home:
+        home, loop = Path(home), asyncio.new_event_loop()
+        a, b = (tiny(home/n, seed) for seed, n in enumerate('AB'))
+        from laminar_sdk.rollout.vllm_engine import VLLMEngine
+        engine = VLLMEngine(home/'A', max_model_len=LIMIT, max_num_seqs=64, kv_cache_bytes=64 << 20, seed=5)
+        with Relay('here', home/'s', listen=None, secret=secrets.token_bytes(), keep=3) as relay:
+            began = time.perf_counter()
+            loop.run_until_complete(engine.start())
+            w = SimpleNamespace(a=a, b=b, engine=engine, loop=loop, socket=str(home/'s'), version=0, started_s=time.perf_counter() - began,
+                                client=RelayClient(home/'s', publish_dtype='bfloat16'), relay=relay, holds=None)
+            yield w
+            loop.run_until_complete(engine.stop())
+            loop.close()
+            w.client.close()
+
+
+def run(w, coroutine): return w.loop.run_until_complete(asyncio.wait_for(coroutine, 60))
+
+def publish(w, named, client=None):
+    w.version += 1
+    (client or w.client).publish(w.version, named)
+    w.client.wait_for(w.version, 10)
+    return w.version
+
+def hold(w, model):
+    "The engine holds this model's weights, taken from the relay"
+    if w.holds is not model:
+        report = run(w, w.engine.load(publish(w, dict(model.named_parameters())), w.socket))
+        assert (report.version, report.checksum_ok, report.emulated) == (w.version, True, False)
+        w.holds = model
+
+def ask(w, prompt, max_tokens=30, id=1, **sampling):
+    request = GenerationRequest(id, np.array(prompt, np.int32), max_tokens, **sampling)
+    async def go():
+        chunks = [c async for c in w.engine.generate(request)]
+        assert [c.finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 1)
+        return SimpleNamespace(ids=np.concatenate([c.ids for c in chunks]).tolist(), logprobs=np.concatenate([c.logprobs for c in chunks]),
+                               finish=chunks[-1].finish_reason, chunks=len(chunks))
+    return go()
+
+def reference(model, prompt, ids, temperature=1.):
+    "[T, vocabulary] log-probabilities before each generated token"
+    import torch
+    with torch.no_grad(): logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1:-1]
+    return (logits / temperature).log_softmax(-1)
+
+def check(model, prompt, answer, temperature=1., tolerance=1e-3):
+    want = reference(model, prompt, answer.ids, temperature)[range(len(answer.ids)), answer.ids].numpy()
+    assert len(answer.ids) == len(answer.logprobs) and np.abs(want - answer.logprobs).max() <= tolerance
+    return np.abs(want - answer.logprobs).max()
+
+
+def test_start(world, figures):
+    assert isinstance(world.engine, Engine) and not world.engine.emulated and world.engine.eos_ids == (EOS,)
+    assert len(world.engine.pids()) == 1 and world.engine.stats().kv_tokens > 1000
+    figures |= world.engine.seconds | dict(method=world.engine.start_method)
+
+
+def test_a_first_load_that_fails_leaves_no_engine_that_generates(world):
+    "Half a model was written: nothing may be generated until a whole one is there. Needs an engine that never loaded: stands first"
+    from laminar_sdk.weights.client import RelayClient
+    if world.version: pytest.skip('the engine has loaded before')
+    missing = {n: p for n, p in world.b.named_parameters() if n != 'model.layers.2.self_attn.v_proj.weight'}
+    with RelayClient(world.socket, publish_dtype='bfloat16') as client: publish(world, missing, client)
+    with pytest.raises(IntegrityError, match=r"layers\.2\.self_attn\.qkv_proj\.weight"): run(world, world.engine.load(None, world.socket))
+    with pytest.raises(RunError, match='no whole version'): run(world, ask(world, [5]))
+    hold(world, world.a)
+    check(world.a, [5, 6], run(world, ask(world, [5, 6])))
+
+
+def test_loads_are_exact_there_and_back(world, figures):
+    "Greedy tokens and log-probabilities are those of transformers; the tied head follows; back at A nothing differs by a bit"
+    def answers(model):
+        hold(world, model)
+        return [run(world, ask(world, p, temperature=0.)) for p in ([5, 6, 7], [9], LONG)]
+    first, other, again = answers(world.a), answers(world.b), answers(world.a)
+    figures['max_difference'] = max(check(m, p, a) for m, some in ((world.a, first), (world.b, other))
+                                    for p, a in zip(([5, 6, 7], [9], LONG), some))
+    for model, some in (world.a, first), (world.b, other):
+        for p, a in zip(([5, 6, 7], [9], LONG), some):
+            want = reference(model, p, a.ids)
+            assert (want.max(-1).values.numpy() - want[range(len(a.ids)), a.ids].numpy()).max() < 1e-4 # greedy
+    assert [(a.ids, a.finish) for a in first] == [(a.ids, a.finish) for a in again]
+    assert all((x.logprobs == y.logprobs).all() for x, y in zip(first, again))
+    assert [a.logprobs.tolist() for a in first] != [a.logprobs.tolist() for a in other]
+
+
+def test_the_prefix_cache_ends_with_its_weights(world):
+    from vllm import SamplingParams
+    hold(world, world.a)
+    async def cached():
+        prompt = dict(type='token', prompt_token_ids=LONG)
+        async for out in world.engine.llm.generate(prompt, SamplingParams(max_tokens=1, detokenize=False), 'probe'): last = out
+        return last.num_cached_tokens
+    run(world, cached())
+    assert run(world, cached()) == 64 # the control: at one version it is used
+    hold(world, world.b)
+    assert run(world, cached()) == 0
+    check(world.b, LONG, run(world, ask(world, LONG)))
+
+
+def test_a_publish_of_another_model_is_refused_and_nothing_is_touched(world):
+    import torch
+    from laminar_sdk.weights.client import RelayClient
+    hold(world, world.a)
+    before = run(world, ask(world, [5, 6, 7], temperature=0.))
+    name = 'model.layers.1.mlp.up_proj.weight'
+    good = dict(world.b.named_parameters())
+    for bad, said in (({**good, name: torch.zeros(7, 128)}, name), ({**good, 'model.extra.weight': torch.zeros(3)}, 'model.extra.weight'),
+                      ({n: p for n, p in good.items() if n != name}, name)):
+        with RelayClient(world.socket, publish_dtype='bfloat16') as client: publish(world, bad, client)
+        with pytest.raises(IntegrityError, match=said.replace('.', r'\.')): run(world, world.engine.load(None, world.socket))
+        after = run(world, ask(world, [5, 6, 7], temperature=0.))
+        assert after.ids == before.ids and (after.logprobs == before.logprobs).all()
+
+
+def test_a_version_that_is_not_there(world):
+    hold(world, world.a)
+    with pytest.raises(RunError, match='version 4711 is not on this host'): run(world, world.engine.load(4711, world.socket))
+    with pytest.raises(RunError, match='no relay answers'): run(world, world.engine.load(1, world.socket + 'x'))
+    check(world.a, [5], run(world, ask(world, [5])))
+
+
+def test_sampling_logprobs_are_those_of_the_sampling_distribution(world):
+    hold(world, world.a)
+    for i in range(3): check(world.a, [5, 6], run(world, ask(world, [5, 6], seed=i, temperature=.6)), temperature=.6)
+    a = run(world, ask(world, [5, 6], seed=3, top_p=.8, stop_token_ids=()))
+    logp = reference(world.a, [5, 6], a.ids)
+    for row, id, got in zip(logp, a.ids, a.logprobs): # renormalised over the nucleus
+        ps, order = row.exp().sort(descending=True)
+        inside = order[:int((ps.cumsum(0) < .8).sum()) + 1]
+        assert id in inside.tolist() and abs(float(row[id] - row[inside].logsumexp(0)) - got) < 1e-3
+
+
+def test_seeds_hold_whatever_else_runs(world):
+    hold(world, world.a)
+    alone = run(world, ask(world, [5, 6, 7], seed=11))
+    async def crowd(): return await asyncio.gather(*(ask(world, [5, 6, 7], id=i, seed=10 + i) for i in range(12)))
+    many = run(world, crowd())
+    assert many[1].ids == alone.ids and len({tuple(a.ids) for a in many}) > 6
+
+
+def test_the_token_that_ends_a_response_is_in_it(world):
+    "EOS and stop ids: in the ids, with a log-probability; the reason is the engine's"
+    hold(world, world.a)
+    async def crowd(**kw): return await asyncio.gather(*(ask(world, [5, 6], id=i, seed=i, max_tokens=60, **kw) for i in range(24)))
+    for kw, ends in (({}, {EOS}), (dict(stop_token_ids=(7, 8)), {EOS, 7, 8})):
+        answers = run(world, crowd(**kw))
+        assert {a.finish for a in answers} == {'stop'} | ({'length'} if any(a.finish == 'length' for a in answers) else set())
+        for a in answers:
+            check(world.a, [5, 6], a)
+            assert (a.finish == 'stop') == (a.ids[-1] in ends) and not set(a.ids[:-1]) & ends
+        assert {a.ids[-1] for a in answers if a.finish == 'stop'} == ends
+
+
+def test_lengths(world):
+    "The budget, the model's length, and a prompt that leaves no room"
+    hold(world, world.a)
+    eos, world.engine.eos_ids = world.engine.eos_ids, ()
+    try:
+        a, b = run(world, ask(world, [5, 6], 17)), run(world, ask(world, LONG, 10_000))
+        assert (len(a.ids), a.finish) == (17, 'length') and (len(b.ids), b.finish) == (LIMIT - len(LONG), 'length')
+    finally: world.engine.eos_ids = eos
+    with pytest.raises(RequestRefused, match='leave no room'): run(world, ask(world, LONG * 3))
+    with pytest.raises(RequestRefused): run(world, ask(world, [5], 0))
+    with pytest.raises(RequestRefused): run(world, ask(world, [5, VOCAB + 70_000])) # an id that the model does not have
+    with pytest.raises(RequestRefused): run(world, ask(world, []))
+
+
+def test_abort(world):
+    hold(world, world.a)
+    async def go():
+        answers = [asyncio.create_task(ask(world, [5], 200, id=i, seed=i, stop_token_ids=())) for i in range(4)]
+        while not world.engine.stats().running: await asyncio.sleep(.005)
+        await asyncio.gather(*(world.engine.abort(i) for i in range(4)), world.engine.abort('nobody'))
+        answers = await asyncio.gather(*answers)
+        return [a.finish for a in answers], [len(a.ids) == len(a.logprobs) for a in answers]
+    eos, world.engine.eos_ids = world.engine.eos_ids, ()
+    try: reasons, whole = run(world, go())
+    finally: world.engine.eos_ids = eos
+    assert reasons == ['abort'] * 4 and all(whole)
+    check(world.a, [5], run(world, ask(world, [5])))
+    assert world.engine.stats().kv_used == 0
+
+
+def test_a_load_ends_what_is_in_flight(world):
+    hold(world, world.a)
+    world.holds = None
+    async def go():
+        answer = asyncio.create_task(ask(world, LONG, 160))
+        while not world.engine.stats().running: await asyncio.sleep(.005)
+        report = await world.engine.load(publish(world, dict(world.b.named_parameters())), world.socket)
+        return (await answer).finish, report.version
+    eos, world.engine.eos_ids = world.engine.eos_ids, ()
+    try: assert run(world, go()) == ('abort', world.version)
+    finally: world.engine.eos_ids = eos
+    check(world.b, LONG, run(world, ask(world, LONG)))
+
+
+def test_a_worker_on_a_real_engine(world):
+    "Two waves, two versions, pulled in between; what arrives is what transformers computes"
+    reports = []
+    async def keep(report): reports.append(report)
+    async def go():
+        worker = RolloutWorker(3, world.engine, keep, interval_s=.02, seed=1)
+        worker.tasks = [asyncio.create_task(worker._guard(t)) for t in (worker._main(), worker._reports())] # the engine is up already
+        first = publish(world, dict(world.a.named_parameters()))
+        second = publish(world, dict(world.b.named_parameters()))
+        for n, v in enumerate((first, second)):
+            await worker.wave(n, v, world.socket, [Assignment(10 * n + i, 1, np.array([5, i + 2], np.int32), Sampling(max_tokens=40)) for i in range(6)])
+        while sum(p.finish is not None for r in reports for p in r.pieces) < 12: await asyncio.sleep(.02)
+        for t in worker.tasks: t.cancel()
+        return first, second
+    versions = run(world, go())
+    world.holds = None
+    assert [e for r in reports for e in r.events if isinstance(e, WaveStarted)] == [
+        WaveStarted(3, n, v, e.pull_s) for n, (v, e) in enumerate(zip(versions, [e for r in reports for e in r.events]))]
+    for n, (v, model) in enumerate(zip(versions, (world.a, world.b))):
+        for i in range(6):
+            pieces = [(r.version, p) for r in reports for p in r.pieces if p.trajectory == 10 * n + i]
+            ids = np.concatenate([np.frombuffer(p.ids, np.int32) for _, p in pieces]).tolist()
+            logprobs = np.concatenate([np.frombuffer(p.logprobs, np.float32) for _, p in pieces])
+            assert {w for w, _ in pieces} == {v} and pieces[-1][1].finish in ('stop', 'length')
+            check(model, [5, i + 2], SimpleNamespace(ids=ids, logprobs=logprobs))
+
+
+def test_killed(world, figures):
+    "kill -9 of the core: everything in flight ends with EngineDead at once, and so does what comes later. Stands last"
+    async def go():
+        eos, world.engine.eos_ids = world.engine.eos_ids, ()
+        answers = [asyncio.create_task(ask(world, [5], 200, id=i)) for i in range(8)]
+        while world.engine.stats().running < 8: await asyncio.sleep(.005)
+        began = time.perf_counter()
+        os.kill(world.engine.pids()[0], signal.SIGKILL)
+        ended = await asyncio.gather(*answers, return_exceptions=True)
+        took = time.perf_counter() - began
+        assert all(isinstance(e, EngineDead) for e in ended), ended
+        for later in (ask(world, [5]), world.engine.load(None, world.socket), world.engine.abort(1)):
+            with pytest.raises(EngineDead): await later
+        return took
+    figures['seconds_to_notice'] = took = run(world, go())
+    assert took < 2
+
+
+def test_no_model():
+    from laminar_sdk.rollout.vllm_engine import VLLMEngine
+    with pytest.raises(MissingError, match='no model folder'): asyncio.run(VLLMEngine('./nowhere').start())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('method', ['fork', 'spawn'])
+def test_the_core_dies_with_its_parent(method, tmp_path, figures):
+    tiny(tmp_path/'A', 0)
+    code = f"""
+import asyncio
+from laminar_sdk.rollout.vllm_engine import VLLMEngine
+async def main():
+    e = VLLMEngine({str(tmp_path/'A')!r}, max_model_len=64, kv_cache_bytes=16 << 20, start_method={method!r})
+    await e.start()
+    print('PIDS', *e.pids(), *e.seconds.values(), flush=True)
+    await asyncio.sleep(600)
+if __name__ == '__main__': asyncio.run(main())
+"""
+    (tmp_path/'p.py').write_text(code)
+    p = subprocess.Popen([sys.executable, tmp_path/'p.py'], stdout=subprocess.PIPE, text=True)
+    try:
+        words = next(line for line in p.stdout if line.startswith('PIDS')).split()
+        core = Path(f'/proc/{words[1]}/stat')
+        figures |= dict(imports=float(words[2]), engine=float(words[3]))
+        assert core.exists()
+    finally: p.kill(); p.wait()
+    deadline = time.monotonic() + 5
+    while core.exists() and core.read_text().split(') ')[1][0] != 'Z': assert time.monotonic() < deadline; time.sleep(.02)
