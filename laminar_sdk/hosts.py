@@ -42,7 +42,9 @@ def hosts_of(node: dict # one of `ray.nodes()`
 # %% ../nbs/00e_hosts.ipynb #71214170
 class Table(list):
     "Rows (dicts with the same keys) that print as a table"
-    def _cells(self): return [list(self[0])] + [[_short(k, v) for k, v in row.items()] for row in self] if self else [['(none)']]
+    def _cells(self):
+        if not self: return [['(none)']]
+        return [[k.removesuffix('_bytes').replace('_', ' ') for k in self[0]]] + [[_short(k, v) for k, v in row.items()] for row in self]
 
     def __repr__(self):
         cells = self._cells()
@@ -55,5 +57,5 @@ class Table(list):
         return f'<table>{line("th", head)}{"".join(line("td", r) for r in rows)}</table>'
 
 def _short(key, value) -> str:
-    if key.endswith('_bytes'): return f'{value / 2**30:.1f} GiB'
+    if key.endswith('_bytes'): return f'{value / 2**30:.1f} GiB' if value >= 2**30 else f'{value / 2**20:.0f} MiB'
     return f'{value:g}' if isinstance(value, float) else str(value)

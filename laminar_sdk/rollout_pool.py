@@ -75,8 +75,10 @@ def make_engine(spec: dict, # `RolloutPool.engine`
         from laminar_sdk.rollout.vllm_engine import VLLMEngine
         return VLLMEngine(model, max_model_len=max_model_len, seed=seed, **options)
     if spec['kind'] == 'emulated':
-        from laminar_sdk.rollout.emulated import EmulatedEngine
-        return EmulatedEngine(model, max_model_len=max_model_len, seed=seed, **options)
+        from laminar_sdk.rollout.emulated import EmulatedEngine, random_answer
+        from laminar_sdk.training.policy import describe_model
+        info = describe_model(model)
+        return EmulatedEngine(model, max_model_len=max_model_len, seed=seed, answer=random_answer(info.vocab_size, eos=info.eos_ids[0]), **options)
     raise ConfigError(f"engine {spec['kind']!r}", "use 'vllm' or 'emulated'")
 
 # %% ../nbs/03_rollout_pool.ipynb #c5e04db8

@@ -6,7 +6,7 @@
 __all__ = ['Child', 'Supervisor']
 
 # %% ../nbs/21_supervisor.ipynb #2ee38e0c
-import asyncio
+import asyncio, time
 from dataclasses import dataclass
 from typing import Any, Awaitable, Callable
 
@@ -26,14 +26,12 @@ class Child:
     max_restarts: int = 0
     handle: Any = None
     pid: int | None = None
-    failures: int = 0 # in a row
+    is_up: bool = False
+    failures: int = 0 # short lives in a row
     restarts: int = 0 # in all
 
     @property
     def label(self): return f'{self.role}/{self.index}'
-
-    @property
-    def is_up(self): return self.handle is not None and self.failures == 0
 
 # %% ../nbs/21_supervisor.ipynb #07040b17
 class Supervisor:
@@ -42,9 +40,11 @@ class Supervisor:
     def __init__(self,
                  run: str, # name of the run
                  hopeless: Callable[[str], Awaitable], # called when a child cannot be brought up
-                 max_failures: int = 3 # in a row, without coming up in between
+                 long_s: float = 30., # a life of this length was no failure
+                 max_errors: int = 3, # short lives in a row that ended with an error of our own: it would raise it again
+                 max_deaths: int = 10 # short lives in a row that were ended from outside
                 ):
-        self.run, self.hopeless, self.max_failures = run, hopeless, max_failures
+        self.run, self.hopeless, self.long_s, self.max_errors, self.max_deaths = run, hopeless, long_s, max_errors, max_deaths
         self.children, self.tasks, self.ending = {}, {}, False
 
     def tend(self, child: Child):
@@ -54,15 +54,16 @@ class Supervisor:
 
     async def _tend(self, child: Child):
         while not self.ending:
+            born = time.monotonic()
             try:
                 await self._live(child)
                 return
-            except Exception as e: reason = _reason(e)
+            except Exception as e: reason, limit = _reason(e), self.max_deaths if is_death(e) else self.max_errors
             if self.ending: return
+            child.failures = 1 if time.monotonic() - born > self.long_s and child.is_up else child.failures + 1
             await self._bury(child, reason)
-            if child.failures >= self.max_failures:
-                return await self.hopeless(f'{child.label} failed {child.failures} times in a row. The last time: {reason}')
-            await asyncio.sleep(.1 * 4 ** min(child.failures, 3))
+            if child.failures >= limit: return await self.hopeless(f'{child.label} failed {child.failures} times in a row. The last time: {reason}')
+            await asyncio.sleep(.1 * 2 ** min(child.failures - 1, 6))
 
     async def _live(self, child: Child):
         "One life: from birth to a planned end; raises when it ends otherwise"
@@ -70,15 +71,14 @@ class Supervisor:
         child.handle = await asyncio.to_thread(find, name)
         newborn = child.handle is None
         if newborn: child.handle = spawn(child.cls, *child.args, name=name, host=child.host, max_restarts=child.max_restarts)
-        child.failures += 1
         child.pid = await child.handle.pid.remote()
         await child.up(child.handle, newborn)
-        child.failures = 0
+        child.is_up = True
         await child.handle.life.remote()
 
     async def _bury(self, child: Child, reason: str):
         await self.kill(child)
-        child.restarts += 1
+        child.is_up, child.restarts = False, child.restarts + 1
         await child.down(reason)
 
     async def kill(self, child: Child):

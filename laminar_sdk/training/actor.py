@@ -194,7 +194,7 @@ def publish(self: ActorWorker,
             step: int = 0, incarnation: int = 0
            ): # the client's report: stall_s, nbytes
     "Copy the present weights into this host's relay"
-    report = client.publish(version, self.published_tensors(), step=step, incarnation=incarnation)
+    report = client.publish(version, dict(self.published_tensors()), step=step, incarnation=incarnation)
     self.version = version
     return report
 

@@ -96,7 +96,7 @@ def save(folder: str | Path, # the run's checkpoints/
         shutil.rmtree(new, ignore_errors=True) # a disk that is full gets its space back at once
         raise
     _put_in_place(new, place)
-    prune(folder, keep)
+    prune(folder, keep, newest=step)
     return place
 
 # %% ../../nbs/training/03_checkpoint.ipynb #8f9f4d3a
@@ -109,25 +109,27 @@ def _write(new: Path, worker, files):
         else: shutil.copyfile(x, new/name)
 
 def _put_in_place(new: Path, place: Path):
-    "Rename, out of the way of an older one of the same step"
-    if place.exists(): _remove(place)
+    "Rename; one of the same step steps aside"
+    gone = _aside(place) if place.exists() else None
     new.rename(place)
     _sync(place.parent)
+    if gone: shutil.rmtree(gone)
 
-def _remove(checkpoint: Path):
-    "Delete under another name, so that a half-deleted checkpoint is never met"
-    gone = checkpoint.with_name(f'{checkpoint.name}.gone.tmp')
-    checkpoint.rename(gone)
-    shutil.rmtree(gone)
+def _aside(checkpoint: Path) -> Path:
+    "Rename before deleting, so that a half-deleted checkpoint is never met"
+    return checkpoint.rename(checkpoint.with_name(f'{checkpoint.name}.gone.tmp'))
 
 def checkpoints(folder: str | Path) -> list[Path]: # newest first
     "The checkpoints of a run, checked or not"
     found = [p for p in Path(folder).glob('step-*') if p.is_dir() and p.name[5:].isdigit()]
     return sorted(found, key=lambda p: -int(p.name[5:]))
 
-def prune(folder: str | Path, keep: int):
-    "Delete all but the newest `keep`"
-    for old in checkpoints(folder)[max(keep, 1):]: _remove(old)
+def prune(folder: str | Path, keep: int,
+          newest: int # the step that was just saved
+         ):
+    "Delete all but `newest` and those just before it, `keep` in all"
+    behind = [p for p in checkpoints(folder) if int(p.name[5:]) <= newest]
+    for p in set(checkpoints(folder)) - set(behind[:max(keep, 1)]): shutil.rmtree(_aside(p))
 
 # %% ../../nbs/training/03_checkpoint.ipynb #a4a87d01
 def check(checkpoint: str | Path) -> dict: # its manifest

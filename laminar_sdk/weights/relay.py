@@ -129,7 +129,7 @@ def _local(self: Relay, knock):
 def _peer(self: Relay, knock):
     if not self.slots.acquire(blocking=False): return shut(knock)
     try: channel = self.transport.welcome(knock)
-    except (OSError, LaminarError) as e: return self.shelf.report(Failure('stranger', e.message if isinstance(e, LaminarError) else str(e)))
+    except (OSError, LaminarError) as e: return self.shelf.report(Failure('stranger', e.message if isinstance(e, LaminarError) else str(e)), every_s=1.)
     finally: self.slots.release()
     try: self._serve(channel, lambda: self.inbox.serve(channel))
     except (OSError, LaminarError) as e: self.shelf.report(Failure('receive', str(e), peer=channel.peer))

@@ -7,7 +7,7 @@ __all__ = ['F_SEAL_FUTURE_WRITE', 'MADV_POPULATE_WRITE', 'MAP_NORESERVE', 'PAGE'
            'reserve', 'Segment', 'attach', 'SegmentPool']
 
 # %% ../../nbs/weights/01_segments.ipynb #838976a4
-import errno, fcntl, itertools, mmap, os, threading
+import errno, fcntl, itertools, mmap, os, threading, weakref
 from pathlib import Path
 from ..core.errors import ResourceError
 
@@ -71,7 +71,7 @@ PAGE = mmap.PAGESIZE
 
 def _populate(
     memory: mmap.mmap,
-    piece: int = 8<<20 # bytes at a time
+    piece: int = 2<<20 # bytes at a time
 ):
     "Give every page of a mapping its memory now"
     for start in range(0, len(memory), piece):
@@ -94,6 +94,8 @@ class Segment:
         self.orphan = False # its writer is gone: not to be recycled
         reserve(self.nbytes)
         self.fd = os.memfd_create('laminar', os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._closing = weakref.finalize(self, os.close, self.fd) # a forgotten one must not keep memory
+        self._closing.atexit = False
         try:
             os.ftruncate(self.fd, self.nbytes)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
@@ -118,7 +120,7 @@ class Segment:
 
     def close(self):
         "Let go of it; the memory lives on while anybody else holds it"
-        if self.fd >= 0: os.close(self.fd)
+        self._closing()
         self.fd, self.memory = -1, None
 
     def __repr__(self): return f'Segment({self.id}, {self.nbytes:,} bytes{", sealed" if self.fd >= 0 and self.sealed else ""})'
@@ -130,8 +132,10 @@ def attach(
     writable: bool = False
 ) -> mmap.mmap:
     "Map a segment that was handed over: shared for its writer, private for a reader"
-    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE if writable else mmap.MAP_PRIVATE | MAP_NORESERVE
-    return mmap.mmap(fd, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    flags = mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE | MAP_NORESERVE
+    memory = mmap.mmap(fd, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    if writable: _populate(memory) # a private mapping would get copies of all pages
+    return memory
 
 # %% ../../nbs/weights/01_segments.ipynb #468b39c3
 class SegmentPool:
@@ -179,6 +183,12 @@ class SegmentPool:
         for s in list(gone):
             self.free.remove(s)
             s.close()
+
+    def clear(self):
+        "Give up all: a segment in use goes when its last user lets go of it"
+        with self._lock:
+            self._close(self.free)
+            self.used.clear()
 
     def segments(self) -> list[Segment]:
         "All that exist, used and free"

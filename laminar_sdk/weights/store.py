@@ -131,6 +131,7 @@ class Shelf:
                 ):
         self.store, self.pool, self.max_bytes, self.notify = VersionStore(keep), SegmentPool(), max_bytes, notify
         self.changed, self.closed, self.counts = threading.Condition(threading.RLock()), False, {}
+        self.told = {} # kind of failure → when it was last told
         self.lately = deque([0]*8, maxlen=8) # `_extra` at each of the last versions
 
     def take(self,
@@ -144,7 +145,7 @@ class Shelf:
 
     def give(self, segment: Segment):
         "A segment that was not needed"
-        with self.changed: self.pool.give(segment, self._room())
+        with self.changed: segment.close() if self.closed else self.pool.give(segment, self._room())
 
     def _extra(self): return max(0, len(self.store.visible()) - self.store.keep) # versions that are there only because they are held or pinned
 
@@ -157,10 +158,15 @@ class Shelf:
             image.segment = None # a late reader of its bytes fails loudly, instead of seeing another version
         self.changed.notify_all()
 
-    def report(self, failure: Failure):
+    def report(self,
+               failure: Failure,
+               every_s: float = 0. # tell of this kind only so often; the count has them all
+              ):
         "Count a failure and tell who listens"
         with self.changed:
             self.counts[failure.what] = self.counts.get(failure.what, 0) + 1
+            if time.monotonic() - self.told.get(failure.what, -1e9) < every_s: return
+            self.told[failure.what] = time.monotonic()
             self.notify(failure)
 
 # %% ../../nbs/weights/01b_store.ipynb #140084ec
@@ -289,6 +295,9 @@ def stats(self: Shelf) -> dict[str, Any]:
 
 @patch
 def close(self: Shelf):
+    "Nothing is here any more"
     with self.changed:
         self.closed = True
+        self.store.images.clear()
+        self.pool.clear()
         self.changed.notify_all()

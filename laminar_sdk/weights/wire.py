@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['Request', 'Reply', 'Message', 'Acquire', 'Seal', 'Abandon', 'Open', 'Release', 'Wait', 'Pin', 'Unpin', 'List',
            'Stats', 'Acquired', 'Opened', 'Newest', 'Versions', 'Facts', 'Failed', 'failed', 'raised', 'shut',
-           'Connection', 'checked_path', 'bind_local', 'same_user']
+           'Connection', 'checked_path', 'bind_local', 'same_user', 'Line']
 
 # %% ../../nbs/weights/01c_wire.ipynb #acf73811
-import errno, msgspec, os, socket, stat, struct
+import errno, msgspec, os, socket, stat, struct, threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Union
@@ -206,3 +206,55 @@ def same_user(
     "Whether the process on the other side runs as this user, or as root"
     pid, uid, gid = struct.unpack('3i', sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return uid in (0, os.getuid())
+
+# %% ../../nbs/weights/01c_wire.ipynb #c1656f6b
+class Line:
+    "One connection to the relay of this host; questions and answers"
+    def __init__(self, path: str | Path, timeout_s: float = 30.):
+        self.path, self.timeout_s, self.lock, self.line = checked_path(path), timeout_s, threading.Lock(), None
+
+    def connected(self) -> Connection:
+        "The connection, made when it is needed"
+        if self.line is None:
+            sock = socket.socket(socket.AF_UNIX)
+            sock.settimeout(self.timeout_s)
+            try: sock.connect(self.path)
+            except OSError as e:
+                sock.close()
+                raise ClusterError(f'no relay answers at {self.path} ({e})', 'is the relay of this host running? the control plane starts it again') from e
+            self.line = Connection(sock, Reply, f'the relay at {self.path}', frame_s=self.timeout_s)
+        return self.line
+
+    def ask(self,
+            message: Message,
+            timeout_s: float | None = None # None: the line's own
+           ) -> tuple[Any, int | None, Connection]: # the answer, the descriptor with it, and what it came by
+        "Ask and wait for the answer; an error of the relay is raised here"
+        with self.lock:
+            line = self.connected()
+            try:
+                line.send(message)
+                answer, fd = line.recv(self.timeout_s if timeout_s is None else timeout_s)
+            except BaseException: # also an interrupted cell: the answer may still come, to nobody
+                self.drop()
+                raise
+        if isinstance(answer, Failed): raise raised(answer)
+        return answer, fd, line
+
+    def tell(self,
+             message: Message,
+             line: Connection # the one that it belongs to
+            ):
+        "Say something that has no answer"
+        with self.lock:
+            if line is not self.line: raise ClusterError(f'the relay at {self.path} was lost meanwhile', 'publish again; it goes to the relay that is there now')
+            try: line.send(message)
+            except BaseException:
+                self.drop()
+                raise
+
+    def drop(self): self.line = None # not closed: see below
+
+    def close(self):
+        if self.line: self.line.close()
+        self.drop()
