@@ -39,7 +39,7 @@ class Coordinator(Shell):
         self.tape = Tape(self.dir.events, header(self.config))
         self.state, self.reason, self.again = 'starting', '', self.journal.rows(MetaRow) != []
         self.begun, self.ready, self.ended, self.relays_changed = (asyncio.Event() for _ in range(4)) # ready: the manager exists
-        self.sockets, self.heard, self.batches, self.table = {}, {}, {}, Table()
+        self.sockets, self.heard, self.batches, self.given, self.table = {}, {}, {}, {}, Table()
         self.data, self.manager, self.pipeline, self.asked, self.first_scored = None, None, None, time.monotonic(), None
         self.supervisor = Supervisor(self.config.name, hopeless=self._hopeless) # a child that cannot be brought up ends the run
         if self.mark.exists(): self.begun.set()
@@ -187,9 +187,16 @@ async def step_done(self: Coordinator, incarnation: int, step: int, version: int
     "A step is trained and published"
     await self.feed(ev.StepTrained(incarnation, step, version, metrics))
     self.tape.append('run', ev.StepDone(step, self.table.row(step, version, self.tape.now(), metrics)))
+    self.data.release.remote(self.given.pop(step, []))
 
 @patch
-async def checkpoint_saved(self: Coordinator, step: int, name: str): await self.feed(ev.CheckpointSaved(step, name))
+async def checkpoint_saved(self: Coordinator, step: int, name: str):
+    "A durable checkpoint exists; a copy of the ledger goes with it"
+    await self.feed(ev.CheckpointSaved(step, name))
+    await asyncio.to_thread(self.journal.backup, self.dir.checkpoints/f'{name}.sqlite')
+    for old in self.dir.checkpoints.glob('step-*.sqlite'):
+        if not old.with_suffix('').exists(): old.unlink()
+    await self.data.seal.remote()
 
 @patch
 async def cut(self: Coordinator, step: int) -> dict:
@@ -239,6 +246,7 @@ def _relays(self: Coordinator, method: str, *args):
 @patch
 def _do_GiveBatch(self: Coordinator, c: cm.GiveBatch):
     self.table.batch(c.step, **self.manager.batch_figures(c.step))
+    self.given[c.step] = [t for group in c.trajectories for t in group]
     answer = self.batches.setdefault((c.incarnation, c.step), asyncio.get_running_loop().create_future())
     if not answer.done(): answer.set_result(c)
 
@@ -307,6 +315,7 @@ async def _finish(self: Coordinator, state: str, reason: str = ''):
     if self.state in ('done', 'stopped', 'failed'): return
     self.state, self.reason = state, reason
     await self.supervisor.end(keep=('data',))
+    if self.data is not None: await self._seal()
     if self.manager is not None:
         rows = self.manager.ledger.drain()
         if rows: await asyncio.to_thread(self.journal.commit, rows)
@@ -314,6 +323,12 @@ async def _finish(self: Coordinator, state: str, reason: str = ''):
     await asyncio.to_thread(self.tape.flush)
     end_mark(self.dir, state, reason)
     self.ended.set()
+
+@patch
+async def _seal(self: Coordinator):
+    "Have everything that was scored in Parquet"
+    try: await asyncio.wait_for(self.data.seal.remote(), 60)
+    except Exception as e: self.note('warning', f'the newest trajectories are still in the log, not in Parquet: {type(e).__name__}: {e}', 'data/0')
 
 @patch
 async def _hopeless(self: Coordinator, reason: str):

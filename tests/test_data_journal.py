@@ -60,7 +60,7 @@ wides = st.builds(Wide, key=st.sampled_from('abcdef'), state=texts, n=st.none() 
                   ids=st.lists(ints, max_size=4), by=st.dictionaries(texts, st.floats(allow_nan=False), max_size=3),
                   maybe=st.none() | st.lists(ints, max_size=3), raw=st.binary(max_size=8))
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(st.lists(st.lists(wides, max_size=5), max_size=4))
 def test_rows_come_back_as_they_were(tmp_path_factory, commits):
     path, model = tmp_path_factory.mktemp('j')/'l.sqlite', {}

@@ -236,11 +236,11 @@ def test_an_old_checkpoint_message_does_not_move_the_horizon_back():
 def test_what_is_final_costs_no_memory_and_no_time(figures):
     ledger, took, n = Ledger(keep_checkpoints=2), [], 0
     for s in range(1, 801):
-        t = time.perf_counter()
+        t = time.process_time()
         step_of(ledger, n=8, size=8)
         if s % 10 == 0: ledger.checkpoint(s)
         ledger.drain()
-        took.append(time.perf_counter() - t)
+        took.append(time.process_time() - t)
         n = max(n, len(ledger.rows))
     assert n <= 31 * 64 and len(ledger.versions) <= 100 and len(ledger.published) <= 100 # 51,200 trajectories have passed
     early, late = sorted(took[50:200])[75], sorted(took[-150:])[75]
@@ -251,17 +251,17 @@ def test_what_is_final_costs_no_memory_and_no_time(figures):
 @pytest.mark.long
 def test_a_million_trajectories(figures):
     ledger, journal = Ledger(), {}
-    began = time.perf_counter()
+    began = time.process_time()
     for s in range(1, 1001):
         step_of(ledger, n=125, size=8)
         if s % 20 == 0: ledger.checkpoint(s)
         into(journal, ledger.drain())
-    figures['seconds_for_a_million'] = time.perf_counter() - began
-    began = time.perf_counter()
+    figures['cpu_seconds_for_a_million'] = time.process_time() - began
+    began = time.process_time()
     again = Ledger.restore(journal.values())
-    figures['seconds_to_restore'] = time.perf_counter() - began
+    figures['cpu_seconds_to_restore'] = time.process_time() - began
     assert again.counts() == ledger.counts() and again.counts()['trained'] == 1_000_000 and again.audit() == []
-    assert figures['seconds_to_restore'] < 10
+    assert figures['cpu_seconds_to_restore'] < 10
 
 
 def test_rows_come_once_and_as_they_are_now():

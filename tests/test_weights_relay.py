@@ -362,7 +362,7 @@ def test_interrupted_question_keeps_what_is_held(home):
     with relays(home, 1) as (relay,), RelayClient(relay.socket_path) as c:
         write(c, 0), c.wait_for(0, timeout_s=5)
         held = c.pull()
-        c.reader.line.line.recv = lambda timeout: (_ for _ in ()).throw(KeyboardInterrupt)
+        c.reader.line.recv = lambda timeout: (_ for _ in ()).throw(KeyboardInterrupt)
         with pytest.raises(KeyboardInterrupt): c.pull()
         for v in range(1, 6): write(c, v)
         c.wait_for(5, timeout_s=5)

@@ -136,7 +136,7 @@ class TrajectoryStore:
         self._log = None if read_only else _own(AppendFile(self.folder/'.open.log'), wait_s)
         self._recover()
 
-    def __len__(self): return len(self._index.ids) + len({**self._open, **self._waiting})
+    def __len__(self): return len(self._index.ids) + sum(self._index.find(i) is None for i in self._open | self._waiting)
     def __repr__(self): return f'TrajectoryStore({str(self.folder)!r}): {len(self):,} trajectories in {len(self.files)} files and the log'
     def __enter__(self): return self
     def __exit__(self, *_): self.close()
@@ -299,11 +299,12 @@ def last(self: TrajectoryStore, n: int) -> list[Trajectory]: # oldest first
     "The newest trajectories"
     from pyarrow import parquet
     with self._mutex:
-        found = [*({k: v for k, v in self._open.items() if k not in self._waiting} | self._waiting).values()][-n:] if n else []
+        newer = {k: v for k, v in self._open.items() if k not in self._waiting} | self._waiting
+        found = list(newer.values())[-n:] if n else []
         for path in reversed(self.files):
             if len(found) >= n: break
-            table = parquet.read_table(path)
-            found = from_table(table.slice(max(len(table) - n + len(found), 0))) + found
+            rows = [t for t in from_table(parquet.read_table(path)) if t.id not in newer]
+            found = rows[-(n - len(found)):] + found
         return found
 
 TrajectoryStore.fetch, TrajectoryStore._from_disk, TrajectoryStore.last = fetch, _from_disk, last

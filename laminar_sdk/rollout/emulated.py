@@ -15,7 +15,7 @@ import numpy as np
 from fastcore.basics import patch
 
 from ..core.errors import ConfigError
-from .engine import Chunk, EngineDead, EngineStats, GenerationRequest, LoadReport, check_room
+from .engine import Chunk, EngineDead, EngineStats, GenerationRequest, LoadReport, check_request
 
 # %% ../../nbs/rollout/03_emulated.ipynb #1ef4cf99
 Answer = Callable[[np.ndarray, np.random.Generator], np.ndarray] # (prompt ids, randomness) -> response ids
@@ -111,7 +111,7 @@ def _show(self: EmulatedEngine, flow: Flow):
 @patch
 async def generate(self: EmulatedEngine, request: GenerationRequest) -> AsyncIterator[Chunk]:
     "Answer a request"
-    room = check_room(request, self.max_model_len)
+    room = check_request(request, self.max_model_len)
     if self.dead: raise EngineDead(*self.dead)
     flow = draw(self.answer, request, room, self.seed)
     self.waiting.append(flow)

@@ -16,7 +16,7 @@ import numpy as np
 from fastcore.basics import patch
 
 from ..core.errors import ConfigError, IntegrityError, LaminarError, MissingError, ResourceError, RunError
-from .engine import Chunk, EngineDead, EngineStats, GenerationRequest, LoadReport, RequestRefused, check_room
+from .engine import Chunk, EngineDead, EngineStats, GenerationRequest, LoadReport, RequestRefused, check_request
 from .vllm_relay import BACKEND, OWNER, check_version, check_whole, vllm_version
 
 # %% ../../nbs/rollout/02_vllm_engine.ipynb #ade475f4
@@ -61,7 +61,7 @@ class VLLMEngine:
         self.model_path, self.dtype, self.tensor_parallel = str(model_path), dtype or ('float32' if self.cpu else 'bfloat16'), tensor_parallel
         self.max_model_len, self.capacity, self.kv_cache_bytes, self.gpu_memory = max_model_len, max_num_seqs, kv_cache_bytes, gpu_memory
         self.threads, self.seed, self.start_method, self.start_timeout_s, self.load_timeout_s = threads, seed, start_method, start_timeout_s, load_timeout_s
-        self.llm, self.cores, self.eos_ids, self.kv_tokens, self.flying, self.torn, self.before = None, [], (), 0, 0, '', ''
+        self.llm, self.cores, self.eos_ids, self.kv_tokens, self.flying, self.torn, self.before, self.vocab = None, [], (), 0, 0, '', '', 0
         self.gauge, self.seconds, self.thread = None, {}, ThreadPoolExecutor(1, 'laminar-engine')
 
     def __repr__(self):
@@ -124,7 +124,8 @@ def _build(self: VLLMEngine):
         raise EngineDead(f'the engine core for {self.model_path!r} did not come up: {type(e).__name__}: {e}',
                          'its own message stands above; VLLM_LOGGING_LEVEL=INFO says more') from e
     self.cores = [p for p in multiprocessing.active_children() if p not in before]
-    self.eos_ids, self.kv_tokens = eos_ids(config.model_config), config.cache_config.num_gpu_blocks * config.cache_config.block_size
+    self.vocab, self.eos_ids = config.model_config.get_vocab_size(), eos_ids(config.model_config)
+    self.kv_tokens = config.cache_config.num_gpu_blocks * config.cache_config.block_size
     self.seconds = dict(imports=imported - began, engine=time.perf_counter() - imported)
 
 @patch
@@ -167,7 +168,7 @@ def stats(self: VLLMEngine) -> EngineStats:
 @patch
 async def generate(self: VLLMEngine, request: GenerationRequest) -> AsyncIterator[Chunk]:
     "Stream a response"
-    room = check_room(request, self.max_model_len)
+    room = check_request(request, self.max_model_len, self.vocab)
     if self.torn: raise RunError(f'the engine holds no whole version: {self.torn}', 'load a version first')
     prompt = dict(type='token', prompt_token_ids=[int(i) for i in request.prompt_ids])
     self.flying += 1
@@ -200,7 +201,7 @@ def _translated(engine: VLLMEngine):
 
 @patch
 def _alive(self: VLLMEngine):
-    if self.llm is None: raise EngineDead(f'{self!r} is not running', 'start it')
+    if self.llm is None or self.llm.errored: raise EngineDead(f'{self!r} is not running', 'start a new engine')
     return _translated(self)
 
 @patch

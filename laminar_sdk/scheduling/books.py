@@ -9,6 +9,7 @@ __all__ = ['KEYS', 'KINDS', 'NEXT', 'TrajectoryRow', 'GroupRow', 'StepRow', 'Ver
 import copy, json
 from bisect import insort
 from collections import Counter
+from operator import attrgetter
 from typing import Any, Iterable
 
 import msgspec
@@ -216,8 +217,10 @@ def restore(cls: Books,
             rows: Iterable[msgspec.Struct], # every row of the run's ledger file, in any order
             keep_checkpoints: int = 3) -> Books:
     "The books that these rows came from"
-    self, order = cls(keep_checkpoints), {t: i for i, t in enumerate(KEYS)}
-    for r in sorted(rows, key=lambda r: (order[type(r)], getattr(r, KEYS[type(r)][0]))): _LOAD[type(r)](self, copy.copy(r))
+    self, tables = cls(keep_checkpoints), {t: [] for t in KEYS}
+    for r in rows: tables[type(r)].append(r)
+    for t, load in _LOAD.items():
+        for r in sorted(tables[t], key=attrgetter(KEYS[t][0])): load(self, r)
     for batch in self.batches.values(): batch.sort(key=lambda g: self.groups[g].completed)
     self._changed.clear()
     return self
@@ -225,24 +228,26 @@ def restore(cls: Books,
 def _load_meta(self, r): self.meta[r.key] = json.loads(r.value)
 
 def _load_version(self, r):
-    self.versions[r.version] = r
+    self.versions[r.version] = copy.copy(r)
     if r.published: insort(self.published, r.version)
 
 def _load_step(self, r):
-    if r.state != 'undone' and r.step > self.horizon: self.steps[r.step], self.batches[r.step] = r, []
+    if r.state != 'undone' and r.step > self.horizon: self.steps[r.step], self.batches[r.step] = copy.copy(r), []
 
 def _load_group(self, r):
-    self.groups[r.id], self.members[r.id] = r, []
-    self.enter(r)
-    if self.final(r): self.retire(r.id)
-    elif r.state in ('sampled', 'trained'): self.batches.setdefault(r.step, []).append(r.id)
+    if self.final(r): return self._count_final(r)
+    self.groups[r.id], self.members[r.id] = copy.copy(r), []
+    self.enter(self.groups[r.id])
+    if r.state in ('sampled', 'trained'): self.batches.setdefault(r.step, []).append(r.id)
 
 def _load_trajectory(self, r):
-    if r.group in self.groups:
-        self.rows[r.id] = r
-        self.members[r.group].append(r.id)
-        self.enter(r)
-    else:
-        for tally in (self.tally, self.retired): tally[TrajectoryRow][r.kind][r.state] += 1
+    if r.group not in self.groups: return self._count_final(r)
+    self.rows[r.id] = copy.copy(r)
+    self.members[r.group].append(r.id)
+    self.enter(self.rows[r.id])
+
+@patch
+def _count_final(self: Books, r: TrajectoryRow | GroupRow):
+    for tally in (self.tally, self.retired): tally[type(r)][r.kind][r.state] += 1
 
 _LOAD = dict(zip(KEYS, (_load_meta, _load_version, _load_step, _load_group, _load_trajectory)))

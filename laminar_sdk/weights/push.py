@@ -55,7 +55,7 @@ def push(
 ) -> int: # the newest version that the peer has now
     "Offer one version to one peer, and bring it there"
     channel.send(_encode(Offer(image.manifest, sender, image.manifest.nbytes)))
-    answer = hear(channel, _answer, limits.max_frame, limits.progress_s)
+    answer = hear(channel, _answer, limits.max_frame, limits.progress_s + image.manifest.nbytes/5e7) # it may have to make memory first
     if isinstance(answer, Refuse) and answer.why == 'newest': return answer.newest
     if not isinstance(answer, Accept): raise ClusterError(f'{channel.peer} refuses version {image.version}: {answer.reason}', 'it is offered again')
     at, view = answer.offset, image.bytes
@@ -86,6 +86,7 @@ class Inbox:
             if why not in ('newest', 'busy'): self.shelf.report(Failure('receive', reason, offer.manifest.version, channel.peer))
             return channel.send(_encode(Refuse(why, reason, self.shelf.store.newest)))
         try:
+            self.moved = time.monotonic()
             channel.send(_encode(Accept()))
             channel.send(_encode(Verdict(self._fill(image, channel))))
         except (OSError, LaminarError) as e:
@@ -136,7 +137,7 @@ def _enter(self: Inbox, sender: str, version: int, channel: Channel):
         elif self.channel: raise _Refused('busy', f'another version is arriving from {self.channel.peer}')
         if not self.idle.wait_for(lambda: self.channel is None, self.limits.progress_s): raise _Refused('busy', 'the transfer before this one does not end')
         if version <= self.shelf.store.newest: raise _Refused('newest', f'version {self.shelf.store.newest} is here')
-        self.sender, self.channel, self.moved = sender, channel, time.monotonic()
+        self.sender, self.channel, self.moved = sender, channel, float('inf') # until bytes are asked for
 
 @patch
 def _leave(self: Inbox):

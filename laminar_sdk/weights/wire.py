@@ -9,7 +9,9 @@ __all__ = ['Request', 'Reply', 'Message', 'Acquire', 'Seal', 'Abandon', 'Open', 
 
 # %% ../../nbs/weights/01c_wire.ipynb #acf73811
 import errno, msgspec, os, socket, stat, struct, threading
-from contextlib import suppress
+from collections import deque
+from contextlib import contextmanager, suppress
+from fastcore.basics import patch
 from pathlib import Path
 from typing import Any, Union
 from ..core import errors
@@ -212,6 +214,7 @@ class Line:
     "One connection to the relay of this host; questions and answers"
     def __init__(self, path: str | Path, timeout_s: float = 30.):
         self.path, self.timeout_s, self.lock, self.line = checked_path(path), timeout_s, threading.Lock(), None
+        self.said_later = deque()
 
     def connected(self) -> Connection:
         "The connection, made when it is needed"
@@ -230,14 +233,13 @@ class Line:
             timeout_s: float | None = None # None: the line's own
            ) -> tuple[Any, int | None, Connection]: # the answer, the descriptor with it, and what it came by
         "Ask and wait for the answer; an error of the relay is raised here"
-        with self.lock:
-            line = self.connected()
-            try:
-                line.send(message)
-                answer, fd = line.recv(self.timeout_s if timeout_s is None else timeout_s)
-            except BaseException: # also an interrupted cell: the answer may still come, to nobody
-                self.drop()
-                raise
+        try:
+            with self.lock:
+                line = self.connected()
+                with self._or_drop():
+                    line.send(message)
+                    answer, fd = line.recv(self.timeout_s if timeout_s is None else timeout_s)
+        finally: self.flush()
         if isinstance(answer, Failed): raise raised(answer)
         return answer, fd, line
 
@@ -248,13 +250,34 @@ class Line:
         "Say something that has no answer"
         with self.lock:
             if line is not self.line: raise ClusterError(f'the relay at {self.path} was lost meanwhile', 'publish again; it goes to the relay that is there now')
-            try: line.send(message)
-            except BaseException:
-                self.drop()
-                raise
+            with self._or_drop(): line.send(message)
+
+    @contextmanager
+    def _or_drop(self):
+        try: yield
+        except BaseException: # also an interrupted cell: the answer may still come, to nobody
+            self.drop()
+            raise
 
     def drop(self): self.line = None # not closed: see below
 
     def close(self):
         if self.line: self.line.close()
         self.drop()
+
+# %% ../../nbs/weights/01c_wire.ipynb #68883b4e
+@patch
+def later(self: Line, message: Message, line: Connection):
+    "Say something that has no answer as soon as the line is free; never waits, so that a finalizer may call it"
+    self.said_later.append((message, line))
+    self.flush()
+
+@patch
+def flush(self: Line):
+    "Say what was put off, unless somebody keeps the line busy, who will do it"
+    while self.said_later and self.lock.acquire(blocking=False):
+        try:
+            message, line = self.said_later.popleft() if self.said_later else (None, None)
+            if line and line is self.line: line.send(message) # else that connection is gone, and with it what it held
+        except ClusterError: self.drop()
+        finally: self.lock.release()
