@@ -23,9 +23,11 @@ def data(c: Any # `Coordinator`
         counts = await handle.start.remote()
         c.data = handle
         if c.manager is None: c.build_manager(counts)
+        c.data_there.set()
     async def down(reason):
+        c.data_there.clear()
         c.note('warning', f'data: {reason}; what was in flight is generated again', 'data/0')
-        if c.manager is not None: await c.feed(ev.DataLost())
+        if c.manager is not None: await c.feed(ev.DataLost()) # reports wait from now on, until it is there again
     return Child('data', 0, DataService, (c.plan,), up, down, host=c.plan.hosts[0].options(), max_restarts=-1)
 
 # %% ../nbs/21a_children.ipynb #44d7c04c

@@ -24,8 +24,9 @@ _lock, _open = threading.RLock(), None # _open: (the cluster that this process i
 class Cluster:
     "A Ray cluster: make one with `Cluster.local()` or `Cluster.attach(address)`"
 
-    def __init__(self, address: str, token: str = '', record: embedded.Record | None = None, hosts: int | None = None, ship: bool = False):
-        self.address, self.record, self.ship = address, record, ship
+    def __init__(self, address: str, token: str = '', record: embedded.Record | None = None, hosts: int | None = None,
+                 ship: bool = False, mine: bool = False):
+        self.address, self.record, self.ship, self.mine = address, record, ship, mine
         self._token, self._hosts = token, hosts
 
     @property
@@ -120,15 +121,15 @@ def local(cls: Cluster,
     if os.environ.get('RAY_ADDRESS', 'local') != 'local': return cls.attach(os.environ['RAY_ADDRESS'], hosts=hosts)
     record = embedded.ensure(name, hosts, idle_timeout_s, cpus=cpus, gpus=gpus, port=port, client_port=client_port,
                              dashboard_port=embedded.free_port() if dashboard else 0, object_store_bytes=object_store_bytes)
-    cluster = cls(record.address, record.token, record, ship=record.root != str(embedded.package_root()))
+    cluster = cls(record.address, record.token, record, ship=record.root != str(embedded.package_root()), mine=True)
     cluster.connect()
     return cluster
 
 @patch
 def shutdown(self: Cluster):
-    "End an embedded cluster and everything in it; of any other, only the connection is closed"
+    "End an embedded cluster and everything in it; what was attached to is only left"
     self.close()
-    if self.record is None: return warnings.warn(f'the cluster at {self.address} was not started by laminar_sdk: it keeps running')
+    if not self.mine: return warnings.warn(f'{self.address} was attached to, so it is not ended; an embedded one is by Cluster.local(name).shutdown()')
     with embedded.lock(self.record.name):
         now = embedded.load(self.record.name)
         if now is not None and now.mark == self.record.mark: embedded.sweep(now)

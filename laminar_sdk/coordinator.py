@@ -38,7 +38,7 @@ class Coordinator(Shell):
         self.journal = Journal(self.dir.ledger)
         self.tape = Tape(self.dir.events, header(self.config))
         self.state, self.reason, self.again = 'starting', '', self.journal.rows(MetaRow) != []
-        self.begun, self.ready, self.ended, self.relays_changed = (asyncio.Event() for _ in range(4)) # ready: the manager exists
+        self.begun, self.ready, self.ended, self.relays_changed, self.data_there = (asyncio.Event() for _ in range(5)) # ready: the manager exists
         self.sockets, self.heard, self.batches, self.given, self.table = {}, {}, {}, {}, Table()
         self.data, self.manager, self.pipeline, self.asked, self.first_scored = None, None, None, time.monotonic(), None
         self.supervisor = Supervisor(self.config.name, hopeless=self._hopeless) # a child that cannot be brought up ends the run
@@ -139,6 +139,7 @@ async def report(self: Coordinator, blob: bytes) -> bool:
         self.note('warning', f'rollout/{r.rollout}: its engine died ({r.engine_dead})', f'rollout/{r.rollout}')
         await self.supervisor.kill(self.supervisor.children[f'rollout/{r.rollout}'])
         return True
+    if r.pieces: await self.data_there.wait() # to take them now and drop them would leave a hole
     pieces = [p for p in r.pieces if self.manager.accepts(r.rollout, p.trajectory, p.lease)]
     try:
         if pieces: await self.data.extend.remote(msgspec.msgpack.encode(pieces), r.version)

@@ -71,13 +71,23 @@ class Supervisor:
         child.handle = await asyncio.to_thread(find, name)
         newborn = child.handle is None
         if newborn: child.handle = spawn(child.cls, *child.args, name=name, host=child.host, max_restarts=child.max_restarts)
-        child.pid = await child.handle.pid.remote()
+        child.pid = await self._first_word(child)
         await child.up(child.handle, newborn)
         child.is_up = True
         await child.handle.life.remote()
 
+    async def _first_word(self, child: Child) -> int: # its process
+        "Of a child that Ray is bringing back, wait until it is there"
+        from ray.exceptions import ActorUnavailableError
+        deadline = time.monotonic() + 60
+        while True:
+            try: return await child.handle.pid.remote()
+            except ActorUnavailableError:
+                if time.monotonic() > deadline: raise
+            await asyncio.sleep(.1)
+
     async def _bury(self, child: Child, reason: str):
-        await self.kill(child)
+        if not child.max_restarts: await self.kill(child) # else Ray is bringing it back already
         child.is_up, child.restarts = False, child.restarts + 1
         await child.down(reason)
 

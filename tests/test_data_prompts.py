@@ -3,7 +3,8 @@ import gzip, json, subprocess, sys
 import numpy as np, pytest
 from hypothesis import given, settings, strategies as st
 from laminar_sdk.core.errors import ConfigError, MissingError
-from laminar_sdk.data.prompts import PromptStore, tables
+from laminar_sdk.data.prompts import PromptStore
+from laminar_sdk.data.sources import tables
 
 
 class Chars:
@@ -27,7 +28,7 @@ def test_rows_come_back_in_order(tmp_path_factory, rows, chunk):
     "Ragged rows, in chunks that know different columns"
     folder = tmp_path_factory.mktemp('p')
     with pytest.MonkeyPatch.context() as m:
-        m.setattr('laminar_sdk.data.prompts.CHUNK', chunk)
+        m.setattr('laminar_sdk.data.sources.CHUNK', chunk)
         m.setattr('os.fsync', lambda fd: None)
         store = PromptStore(folder).write(iter(rows))
         ready = store.tokenize(Chars(), max_model_len=8) if any(len(r['prompt']) + 2 <= 8 for r in rows) else None
@@ -42,7 +43,7 @@ def test_rows_come_back_in_order(tmp_path_factory, rows, chunk):
 
 
 def test_integers_then_fractions_then_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr('laminar_sdk.data.prompts.CHUNK', 1)
+    monkeypatch.setattr('laminar_sdk.data.sources.CHUNK', 1)
     rows = [dict(prompt='a', x=1), dict(prompt='b', x=.5), dict(prompt='c', y='z')]
     assert [(r['x'], r['y']) for r in PromptStore(tmp_path).write(rows).rows(range(3))] == [(1., None), (.5, None), (None, 'z')]
     with pytest.raises(ConfigError, match='x'): PromptStore(tmp_path, 'bad').write([dict(prompt='a', x=1), dict(prompt='b', x='one')])

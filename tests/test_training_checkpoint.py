@@ -12,6 +12,14 @@ from laminar_sdk.training.checkpoint import MANIFEST, checkpoints, load, newest_
 from laminar_sdk.training.policy import random_policy
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def worker(seed=0): return ActorWorker(random_policy(seed=seed), algorithm=GRPO(lr=1e-3), device='cpu')
 
 
@@ -35,7 +43,7 @@ def test_kill_at_any_moment(tmp_path, figures):
     context = mp.get_context('forkserver') # loaded once; each victim is forked from it
     context.set_forkserver_preload(['laminar_sdk.training.checkpoint', 'transformers.models.qwen2.modeling_qwen2'])
     rng, w, newest, met = random.Random(0), worker(), 0, set()
-    for kill in range(12):
+    for kill in range(10):
         acknowledged = context.Value('q', newest)
         victim = context.Process(target=save_for_ever, args=(str(tmp_path), newest + 1, acknowledged), daemon=True)
         victim.start()
@@ -55,7 +63,7 @@ def test_kill_at_any_moment(tmp_path, figures):
         assert manifest['step'] >= acknowledged.value and manifest['extra'] == dict(cursor=16*manifest['step'])
         assert w.updates == manifest['step'] and all((m == manifest['step']).all() for m in w.masters.masters)
         newest = manifest['step']
-    figures.update(kills=12, saves=newest, left_behind=sorted(met))
+    figures.update(kills=10, saves=newest, left_behind=sorted(met))
     assert 'tmp' in met # at least one was killed in the middle of a save: else this proves nothing
 
 

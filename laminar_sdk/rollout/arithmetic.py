@@ -40,7 +40,7 @@ def _draw(rng, split):
 
 # %% ../../nbs/rollout/10_arithmetic.ipynb #de14dcd5
 def problems(n: int, # how many
-             seed: int = 0, # the same seed gives the same problems, and a smaller `n` their beginning
+             seed: int | str = 0, # the same seed gives the same problems, and a smaller `n` their beginning
              split: str = 'train' # `train` or `heldout`; no problem is ever in both
             ) -> list[dict]: # rows with the columns `prompt` and `answer`
     "Random sums of one split"

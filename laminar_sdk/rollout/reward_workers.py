@@ -18,7 +18,6 @@ from typing import Callable, Iterable
 
 import msgspec
 
-import laminar_sdk
 from ..core.config import Reward
 from ..core.errors import ConfigError
 from .reward_process import LOG, Worker, WorkerDied
@@ -36,9 +35,9 @@ class PackedReward(msgspec.Struct, frozen=True):
 def _installed(module: ModuleType) -> bool:
     "Whether a child will find the module by itself: builtin, standard library, a package, or ours"
     import sysconfig
-    if module.__name__ == '__main__' or getattr(module, '__file__', None) is None: return True
+    if module.__name__.split('.')[0] in ('__main__', 'laminar_sdk') or getattr(module, '__file__', None) is None: return True
     file = Path(module.__file__).resolve()
-    places = [*map(sysconfig.get_path, ('stdlib', 'purelib', 'platlib')), *laminar_sdk.__path__]
+    places = map(sysconfig.get_path, ('stdlib', 'purelib', 'platlib'))
     return {'site-packages', 'dist-packages'} & set(file.parts) != set() or any(file.is_relative_to(Path(p).resolve()) for p in places)
 
 def pack(reward: Reward,
@@ -183,9 +182,9 @@ def _join(parts: list[RewardResult]) -> RewardResult:
     for p in parts:
         for k, v in p.metrics.items(): metrics.setdefault(k, []).extend(v)
         for k, v in p.extra.items(): extra.setdefault(k, []).extend(v)
-    return RewardResult([p.values[0] for p in parts], {i: p.failed[0] for i, p in enumerate(parts) if p.failed},
-                        next((p.error for p in parts if p.error), ''), next((p.kind for p in parts if p.kind), ''), ''.join(p.log for p in parts)[-LOG:], metrics, extra,
-                        max(p.seconds for p in parts))
+    first = lambda name: next((getattr(p, name) for p in parts if getattr(p, name)), '')
+    return RewardResult([p.values[0] for p in parts], {i: p.failed[0] for i, p in enumerate(parts) if p.failed}, first('error'), first('kind'),
+                        ''.join(p.log for p in parts)[-LOG:], metrics, extra, max((p.seconds for p in parts), default=0.))
 
 def _brief(name, result): return f'{name}: {next(iter(result.failed.values()))}' + (f' ({result.kind})' if result.kind else '')
 
