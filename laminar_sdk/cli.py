@@ -135,12 +135,9 @@ def find_cluster(name: str):
 @app.command()
 def audit(path: Path, as_json: bool = JSON):
     "Check that a run directory's ledger adds up; exit status 1 if not."
-    from laminar_sdk.data.journal import Journal
-    from laminar_sdk.data.rundir import RunDir
-    from laminar_sdk.scheduling.books import KEYS
-    from laminar_sdk.scheduling.ledger import Ledger
-    with Journal(RunDir(path).ledger, read_only=True) as journal: ledger = Ledger.restore([r for t in KEYS for r in journal.rows(t)])
-    findings, counts = ledger.audit(), {k: ledger.counts(k) for k in ('train', 'eval')}
+    from laminar_sdk.past_run import PastRun
+    run = PastRun(path)
+    findings, counts = run.audit(), run.counts()
     out({'path': str(path), 'findings': findings, 'trajectories': counts}, as_json,
         '\n'.join(findings) if findings else f'The ledger adds up: {counts}')
     if findings: raise typer.Exit(1)
@@ -148,9 +145,8 @@ def audit(path: Path, as_json: bool = JSON):
 @app.command()
 def report(path: Path, o: Optional[Path] = typer.Option(None, '-o', help='Default: report.html in the run directory.'), as_json: bool = JSON):
     "One self-contained HTML file about a run."
-    from laminar_sdk.data.recorder import read
-    from laminar_sdk.notebook.report import write_report
-    file = write_report(path, read(path/'events'/'run'), o or path/'report.html')
+    from laminar_sdk.past_run import PastRun
+    file = PastRun(path).report(o)
     out({'report': str(file)}, as_json, f'Written: {file}')
 
 @app.command()

@@ -6,7 +6,7 @@
 __all__ = ['NAMESPACE', 'AUTH', 'find_token', 'log_in', 'set_auth', 'dial', 'resolve', 'package', 'init']
 
 # %% ../nbs/00f_connection.ipynb #e2432ed2
-import json, os, signal, threading, time
+import json, os, signal, sys, threading, time
 from importlib import metadata
 from pathlib import Path
 
@@ -79,3 +79,4 @@ def init(address: str, runtime_env: dict, tries: int = 3):
             time.sleep(1)
         else: break
     if handler not in (signal.SIG_DFL, None) and threading.current_thread() is threading.main_thread(): signal.signal(signal.SIGTERM, handler)
+    if sys.excepthook.__module__ == 'ray._private.worker': sys.excepthook = sys.modules['ray._private.worker'].normal_excepthook

@@ -6,7 +6,7 @@
 __all__ = ['Coordinator']
 
 # %% ../nbs/23_coordinator.ipynb #aeb6f57e
-import asyncio, os, time
+import asyncio, os, tempfile, time
 from pathlib import Path
 
 import msgspec
@@ -15,7 +15,8 @@ from fastcore.basics import patch
 
 from . import children
 from .core import events as ev
-from .folders import choose_folder, describe, end_mark
+from .core.errors import MissingError
+from .folders import choose_folder, describe, end_mark, packed
 from .pipeline import Pipeline, Plan, Table
 from .scheduling import commands as cm
 from .scheduling.books import KEYS, MetaRow
@@ -281,6 +282,29 @@ async def events(self: Coordinator, since: int = 0, max_items: int = 1000, wait_
 async def audit(self: Coordinator) -> list[str]:
     "What does not add up in the ledger (nothing, if all is well)"
     return self.manager.ledger.audit() if self.manager else []
+
+@patch
+async def description(self: Coordinator) -> dict: return describe(self.plan)
+
+@patch
+async def export_model(self: Coordinator) -> bytes:
+    "The newest checkpoint as a Hugging Face folder, in a tar file"
+    from laminar_sdk.training.checkpoint import export, newest_valid
+    found, _ = await asyncio.to_thread(newest_valid, self.dir.checkpoints)
+    if found is None: raise MissingError('no checkpoint yet', 'the run writes one every `checkpoint` steps and after the last')
+    with tempfile.TemporaryDirectory() as folder:
+        await asyncio.to_thread(export, found, folder)
+        return await asyncio.to_thread(packed, Path(folder))
+
+@patch
+async def snapshot(self: Coordinator) -> bytes:
+    "The run directory as it is now, with a consistent copy of the ledger, in a tar file"
+    await self._seal()
+    self.tape.flush()
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)/'ledger.sqlite'
+        await asyncio.to_thread(self.journal.backup, copy)
+        return await asyncio.to_thread(packed, self.dir.path, {'ledger.sqlite': copy})
 
 @patch
 async def counts(self: Coordinator) -> dict[str, dict[str, int]]:

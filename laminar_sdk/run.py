@@ -156,9 +156,8 @@ def __await__(self: Run): return asyncio.to_thread(self.wait, False).__await__()
 @patch
 def history(self: Run): # a pandas DataFrame
     "One row a step"
-    import pandas as pd
-    rows = [r.event.metrics for r in self.events(max_items=1_000_000) if isinstance(r.event, ev.StepDone)]
-    return pd.DataFrame(rows).set_index('step') if rows else pd.DataFrame()
+    from laminar_sdk.past_run import as_frame
+    return as_frame(self.events(max_items=1_000_000))
 
 @patch
 def evaluations(self: Run) -> list[ev.EvalDone]:
@@ -186,6 +185,20 @@ def dashboard(self: Run):
     "Live widgets: reward, lengths, staleness"
     from laminar_sdk.notebook.dashboard import Dashboard
     return Dashboard(self)
+
+@patch(cls_method=True)
+def load(cls: Run, path: str): # a `PastRun`
+    "A run that is over, from its directory"
+    from laminar_sdk.past_run import PastRun
+    return PastRun(path)
+
+@patch
+def report(self: Run, out: str = 'report.html') -> Path:
+    "One self-contained HTML file, written here"
+    from laminar_sdk.notebook.report import html
+    config = self._ask('description')
+    Path(out).write_text(html(self.name, config, self.events(max_items=1_000_000)))
+    return Path(out)
 
 @patch
 def save_model(self: Run, out: str # folder to write

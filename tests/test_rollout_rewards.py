@@ -190,7 +190,11 @@ def test_modules_beside_the_notebook(tmp_path, monkeypatch):
             return [Scale()(1)] * 3'''))
     monkeypatch.syspath_prepend(tmp_path)
     import besides.deep, own
+    import cloudpickle
+    cloudpickle.register_pickle_by_value(besides) # the user's own doing, which must stay
     packed = [one(own.inside), pack(Reward(fn=own.reward), ship=['besides', 'besides.deep']), pack(Reward(fn=own.inside), ship=[besides, besides.deep])]
+    assert cloudpickle.list_registry_pickle_by_value() == {'besides'}
+    cloudpickle.unregister_pickle_by_value(besides)
     sys.path.remove(str(tmp_path)) # the workers are on another machine
     async def story(pool):
         missing, by_name, inside = [await pool.score_one(p, GROUP) for p in packed]

@@ -49,7 +49,8 @@ def pack(reward: Reward,
     import cloudpickle
     shipped = [m if isinstance(m, ModuleType) else importlib.import_module(m) for m in ship]
     own = sys.modules.get(getattr(reward.fn, '__module__', None) or '')
-    by_value = shipped + ([own] if own and own not in shipped and not _installed(own) else [])
+    wanted = {*shipped, *([own] if own and not _installed(own) else [])}
+    by_value = [m for m in wanted if m.__name__ not in cloudpickle.list_registry_pickle_by_value()] # the user may have done so
     for m in by_value: cloudpickle.register_pickle_by_value(m)
     try: code = cloudpickle.dumps(({m.__name__: m for m in shipped}, reward.fn))
     except Exception as e: raise ConfigError(f'the reward function {reward.name!r} cannot be sent to another process: {type(e).__name__}: {e}',

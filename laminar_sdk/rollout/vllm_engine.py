@@ -52,6 +52,7 @@ class VLLMEngine:
                  gpu_memory: float = .85, # fraction of a GPU's memory
                  threads: int = 1, # on a CPU
                  seed: int = 0,
+                 stream_interval: int = 4, # tokens of a response that vLLM hands over at once
                  start_method: str | None = None, # of the core: 'fork', 'spawn', None = fork where it is safe
                  start_timeout_s: float = 300.,
                  load_timeout_s: float = 300.):
@@ -62,7 +63,7 @@ class VLLMEngine:
         self.max_model_len, self.capacity, self.kv_cache_bytes, self.gpu_memory = max_model_len, max_num_seqs, kv_cache_bytes, gpu_memory
         self.threads, self.seed, self.start_method, self.start_timeout_s, self.load_timeout_s = threads, seed, start_method, start_timeout_s, load_timeout_s
         self.llm, self.cores, self.eos_ids, self.kv_tokens, self.flying, self.torn, self.before, self.vocab = None, [], (), 0, 0, '', '', 0
-        self.gauge, self.seconds, self.thread = None, {}, ThreadPoolExecutor(1, 'laminar-engine')
+        self.stream_interval, self.gauge, self.seconds, self.thread = stream_interval, None, {}, ThreadPoolExecutor(1, 'laminar-engine')
 
     def __repr__(self):
         state = f'core {self.pids()}, {self.flying} in flight' if self.llm else 'not started'
@@ -133,7 +134,7 @@ def _arguments(self: VLLMEngine) -> dict:
     from vllm.config import WeightTransferConfig
     both = dict(model=self.model_path, dtype=self.dtype, seed=self.seed, max_model_len=self.max_model_len, max_num_seqs=self.capacity,
                 logprobs_mode='processed_logprobs', skip_tokenizer_init=True, generation_config='vllm', enable_prefix_caching=True,
-                weight_transfer_config=WeightTransferConfig(backend=BACKEND), disable_log_stats=True, use_tqdm_on_load=False,
+                weight_transfer_config=WeightTransferConfig(backend=BACKEND), disable_log_stats=True, use_tqdm_on_load=False, stream_interval=self.stream_interval,
                 worker_extension_cls='laminar_sdk.rollout.vllm_transfer.RelayWorker')
     if self.cpu: return both | dict(enforce_eager=True, block_size=32, kv_cache_memory_bytes=self.kv_cache_bytes)
     return both | dict(tensor_parallel_size=self.tensor_parallel, gpu_memory_utilization=self.gpu_memory)
@@ -268,6 +269,7 @@ async def stop(self: VLLMEngine):
     "End the core and give everything back"
     if self.llm is not None:
         llm, self.llm = self.llm, None
+        if llm.output_handler: llm.output_handler.cancel() # else it would report the core's death as a fault
         self._kill()
         await asyncio.get_running_loop().run_in_executor(self.thread, llm.shutdown)
     self.thread.shutdown(wait=False)

@@ -60,7 +60,7 @@ def undone(self: Evaluations, step: int):
 # %% ../../nbs/scheduling/07_evaluation.ipynb #d23aba83
 @patch
 def begin(self: Evaluations) -> list[Command]:
-    "Open what is due, as soon as some relay holds its version or a newer one"
+    "Open what is due, as soon as some rollout reaches its version or a newer one"
     newest = self.fleet.newest()
     now = [d for d in self.due if newest is not None and d[1] <= newest]
     if not now or newest not in self.ledger.versions: return []
@@ -118,7 +118,7 @@ def again(self: Evaluations) -> list[Command]:
 # %% ../../nbs/scheduling/07_evaluation.ipynb #19387a6d
 @patch
 def rescue(self: Evaluations) -> list[Command]:
-    "Begin again those evaluations whose version nobody has any more"
+    "Begin again those evaluations whose version no rollout can get any more"
     newest, out = self.fleet.newest(), []
     for number in self.open:
         version, ids = self.first(number).version, [t for g in self.rounds[number] for t in self.ledger.members[g]]

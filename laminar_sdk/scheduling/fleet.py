@@ -85,8 +85,8 @@ def gone(self: Fleet, host: int,
 
 @patch
 def newest(self: Fleet) -> int | None:
-    "The newest version that some relay holds"
-    return max((v for versions in self.ready.values() for v in versions), default=None)
+    "The newest version that the relay of some rollout holds"
+    return max((v for r in self.rollouts.values() for v in self.ready.get(r.host, ())), default=None)
 
 @patch
 def reaches(self: Fleet, r: Rollout, version: int) -> bool:
@@ -95,5 +95,5 @@ def reaches(self: Fleet, r: Rollout, version: int) -> bool:
 
 @patch
 def lost(self: Fleet, version: int) -> bool:
-    "Whether nobody has this version any more"
-    return all(version not in versions for versions in self.ready.values()) and all(r.held != version for r in self.rollouts.values())
+    "Whether no rollout can get this version any more"
+    return not any(self.reaches(r, version) for r in self.rollouts.values())
