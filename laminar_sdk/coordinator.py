@@ -209,7 +209,7 @@ async def cut(self: Coordinator, step: int) -> dict:
 @patch
 def _carry_out(self: Coordinator, commands: list[cm.Command]):
     score = [c for c in commands if isinstance(c, cm.ScoreGroup)]
-    if score: self.data.score.remote(msgspec.msgpack.encode([(c.group, [self._seat(t) for t in c.trajectories]) for c in score]))
+    if score: self.data.score.remote(msgspec.msgpack.encode([(c.group, [self._seat(t) for t in c.trajectories]) for c in score]), self.manager.ledger.trained_step)
     for c in commands:
         if not isinstance(c, cm.ScoreGroup): getattr(self, f'_do_{type(c).__name__}')(c)
 

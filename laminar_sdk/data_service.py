@@ -32,7 +32,7 @@ class DataService(Shell):
         self.dir = RunDir(plan.run_dir)
         self.partial, self.store = PartialPool(), TrajectoryStore(self.dir.trajectories)
         self.coordinator = Peer(actor_name(self.config.name, 'coordinator'))
-        self.starting, self.scored, self.due = None, [], asyncio.Event()
+        self.starting, self.scored, self.due, self.step = None, [], asyncio.Event(), 0
         self.finish, self.tasks = {}, set() # finish: reasons of what has ended and is not scored
 
     async def start(self) -> dict:
@@ -75,9 +75,10 @@ async def forget(self: DataService, trajectories: list[int]):
 
 # %% ../nbs/24_data_service.ipynb #0be9fcb1
 @patch
-async def score(self: DataService, blob: bytes):
+async def score(self: DataService, blob: bytes, step: int):
     "Score these groups; the answers go to the coordinator"
     await asyncio.shield(self.starting)
+    self.step = step
     for group, seats in msgspec.msgpack.decode(blob, type=list[tuple[int, list[cm.Placement]]]): self._spawn(self._score(group, seats))
 
 @patch
@@ -110,7 +111,8 @@ def _arguments(self: DataService, trajectories: list[Trajectory]) -> dict:
     "What a reward function may ask for"
     from laminar_sdk.rollout.rewards import arguments
     texts = self.tokenizer.batch_decode([t.response_ids for t in trajectories], skip_special_tokens=True)
-    return arguments([t.columns for t in trajectories], texts, [t.response_ids.tolist() for t in trajectories])
+    return arguments([t.columns for t in trajectories], texts, [t.response_ids.tolist() for t in trajectories],
+                     dict(step=self.step, global_step=self.step, max_steps=self.config.steps))
 
 @patch
 async def _deliver(self: DataService):

@@ -119,5 +119,6 @@ class RolloutShell(Shell):
         await self.worker.wave(wave, version, socket, items)
 
     async def abort(self, trajectories: list[int]): await self.worker.abort(trajectories)
+    async def engine_pids(self) -> list[int]: return self.worker.engine.pids()
     async def stop(self):
         if self.worker is not None: await self.worker.stop()

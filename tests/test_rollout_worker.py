@@ -66,7 +66,7 @@ def go(coroutine): return asyncio.run(asyncio.wait_for(coroutine, 60))
 def test_it_is_an_engine(): assert isinstance(EmulatedEngine(), Engine)
 
 
-@pytest.mark.parametrize('seed', range(6))
+@pytest.mark.parametrize('seed', range(4))
 def test_nothing_is_lost_or_twice_whatever_the_receiver_does(seed):
     "A receiver that fails before or after taking a report, or is slow, at random: three waves, three versions"
     rng = random.Random(seed)
@@ -306,9 +306,9 @@ def test_emulated_engine_seats_and_cache():
         await engine.start()
         async def one(i): return [c async for c in engine.generate(GenerationRequest(i, np.full(10, 4, np.int32), 20))]
         tasks = [asyncio.create_task(one(i)) for i in range(10)]
-        await asyncio.sleep(.02)
+        await until(lambda: engine.stats().kv_used > .4)
         s = engine.stats()
-        assert (s.running, s.waiting, s.kv_tokens) == (4, 6, 100) and .4 < s.kv_used <= 1
+        assert (s.running, s.waiting, s.kv_tokens) == (4, 6, 100) and s.kv_used <= 1
         ends = [sum(len(c.ids) for c in t) for t in await asyncio.gather(*tasks)]
         assert ends == [20] * 10 and engine.stats().kv_used == 0
         await engine.stop()

@@ -97,7 +97,23 @@ def test_to_the_end(cluster, model, tmp_path):
     assert names('end/') == []
 
 
-@pytest.mark.parametrize('victim', ['rollout/0', 'actor/0', 'data/0', 'relay/1', 'coordinator'])
+VICTIMS = ['rollout/0', 'actor/0', 'data/0', 'relay/1', 'relay/0', 'coordinator']
+
+
+def test_kill_9_of_each_in_turn(cluster, model, tmp_path):
+    run, step = start(cluster, model, tmp_path, 'kills', steps=40, engine=dict(step_s=.01)), 0
+    for victim in VICTIMS:
+        s = running(run, step + 2)
+        step = s['step']
+        os.kill(s['pid'] if victim == 'coordinator' else s['children'][victim]['pid'], signal.SIGKILL)
+    _, counts, seen = finish(run)
+    assert counts['train']['trained'] == 40 * P * G, counts
+    said = '\n'.join(notices(seen))
+    for victim in ('rollout/0', 'actor', 'data', 'relay/1', 'relay/0', 'the coordinator'): assert f'{victim}: its process died' in said or f'{victim} was restarted' in said
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('victim', VICTIMS)
 def test_kill_9(cluster, model, tmp_path, victim):
     run = start(cluster, model, tmp_path, f'kill-{victim.split("/")[0]}', steps=6)
     s = running(run, 2)

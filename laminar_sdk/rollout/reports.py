@@ -91,8 +91,8 @@ class Outbox:
 
     def add(self, item: Assignment, first: int, chunk: Chunk):
         "The next tokens of a trajectory"
-        self.parts[-1].flows.setdefault((item.trajectory, item.lease), (first, []))[1].append(chunk)
         self.tokens += len(chunk.ids)
+        self.parts[-1].flows.setdefault((item.trajectory, item.lease), (first, []))[1].append(chunk)
         self.news.set()
 
     def take(self) -> Compartment: # perhaps empty
