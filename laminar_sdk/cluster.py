@@ -129,7 +129,7 @@ def local(cls: Cluster,
 def shutdown(self: Cluster):
     "End an embedded cluster and everything in it; what was attached to is only left"
     self.close()
-    if not self.mine: return warnings.warn(f'{self.address} was attached to, so it is not ended; an embedded one is by Cluster.local(name).shutdown()')
+    if not self.mine: return warnings.warn(f'{self.address} was attached to, so it is not ended; an embedded one is by Cluster.local(name).shutdown()', stacklevel=2)
     with embedded.lock(self.record.name):
         now = embedded.load(self.record.name)
         if now is not None and now.mark == self.record.mark: embedded.sweep(now)

@@ -100,9 +100,8 @@ async def _watch(self: Coordinator):
         await self.feed(ev.Tick(self.tape.now()))
         for i, t in list(self.heard.items()):
             if time.monotonic() - t > self.plan.trust_s:
-                self.note('warning', f'rollout/{i} has been silent for {self.plan.trust_s:.0f} s and is replaced', f'rollout/{i}')
                 self.heard.pop(i)
-                await self.supervisor.kill(self.supervisor.children[f'rollout/{i}'])
+                await self.supervisor.kill(self.supervisor.children[f'rollout/{i}'], f'it has been silent for {self.plan.trust_s:.0f} s')
 
 # %% ../nbs/23_coordinator.ipynb #27c98fe5
 @patch
@@ -137,8 +136,7 @@ async def report(self: Coordinator, blob: bytes) -> bool:
     r = decode_report(blob)
     self.heard[r.rollout] = time.monotonic()
     if r.engine_dead:
-        self.note('warning', f'rollout/{r.rollout}: its engine died ({r.engine_dead})', f'rollout/{r.rollout}')
-        await self.supervisor.kill(self.supervisor.children[f'rollout/{r.rollout}'])
+        await self.supervisor.kill(self.supervisor.children[f'rollout/{r.rollout}'], f'its engine died: {r.engine_dead}')
         return True
     if r.pieces: await self.data_there.wait() # to take them now and drop them would leave a hole
     pieces = [p for p in r.pieces if self.manager.accepts(r.rollout, p.trajectory, p.lease)]

@@ -49,8 +49,8 @@ def ask(address: str, # as in `split`
         try: return getattr(stub(channel), method)(request, timeout=timeout_s, metadata=[('authorization', f'Bearer {token}')] if token else None)
         except grpc.RpcError as e:
             if e.code() == grpc.StatusCode.UNAUTHENTICATED: return None
-            raise ClusterError(f'{address} answers, but not as a Ray {"Client server" if client else "head"} ({e.code().name}: {e.details()})',
-                               "the head's own port is written 'host:6379', the Ray Client's 'ray://host:10001'; is it one of them?") from e
+            raise ClusterError(f'no Ray {"Client server" if client else "head"} answers at {address} ({e.code().name}: {e.details()})',
+                               "is it the right port? The head's own is written 'host:6379', the Ray Client's 'ray://host:10001'") from e
 
 # %% ../nbs/00c_probe.ipynb #a783ceb0
 @dataclass(frozen=True)

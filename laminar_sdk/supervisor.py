@@ -26,6 +26,7 @@ class Child:
     max_restarts: int = 0
     handle: Any = None
     pid: int | None = None
+    why: str = '' # it was killed by us, and this is the reason
     is_up: bool = False
     failures: int = 0 # short lives in a row
     restarts: int = 0 # in all
@@ -58,7 +59,9 @@ class Supervisor:
             try:
                 await self._live(child)
                 return
-            except Exception as e: reason, limit = _reason(e), self.max_deaths if is_death(e) else self.max_errors
+            except Exception as e:
+                reason, limit = (child.why or _reason(e)), self.max_deaths if is_death(e) and not child.why else self.max_errors
+            child.why = ''
             if self.ending: return
             child.failures = 1 if time.monotonic() - born > self.long_s and child.is_up else child.failures + 1
             await self._bury(child, reason)
@@ -91,9 +94,10 @@ class Supervisor:
         child.is_up, child.restarts = False, child.restarts + 1
         await child.down(reason)
 
-    async def kill(self, child: Child):
+    async def kill(self, child: Child, why: str = ''):
         "End its process now (it may hang, so it is not asked)"
         import ray
+        child.why = why
         if child.handle is not None: await asyncio.to_thread(ray.kill, child.handle, no_restart=child.max_restarts == 0)
 
     async def end(self, keep: tuple[str, ...] = (), grace_s: float = 5.):

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import processes, results
 
+pytest_plugins = ['fixtures_cluster']
+
 SOCKET_PATH_MAX = 107 # bytes; Linux binds no unix socket to a longer path
 BEGAN, TESTS = pytest.StashKey[float](), pytest.StashKey[dict]()
 

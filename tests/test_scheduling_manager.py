@@ -46,7 +46,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def do_StartWave(self, c):
         assert c.rollout in self.alive and c.placements and len({p.kind for p in c.placements}) == 1
         self.waves = [w for w in self.waves if w.rollout != c.rollout] + [c]
-    def do_Abort(self, c): self.seats = [(r, p) for r, p in self.seats if r != c.rollout]
+    def do_Abort(self, c): self.waves, self.seats = [w for w in self.waves if w.rollout != c.rollout], [x for x in self.seats if x[0] != c.rollout]
     def do_ScoreGroup(self, c): self.answers.append(c)
     def do_GiveBatch(self, c):
         assert c.incarnation == self.incarnation

@@ -11,7 +11,7 @@ from laminar_sdk.learning.batching import balanced_microbatches, collate
 from laminar_sdk.training import actor
 from laminar_sdk.training.actor import ActorWorker
 from laminar_sdk.training.policy import random_policy
-from laminar_sdk.training.step_batch import StepBatch
+from laminar_sdk.training.step_batch import Figures, StepBatch
 
 
 @pytest.fixture(autouse=True)
@@ -26,13 +26,21 @@ def trajectories(groups=6, size=4, seed=0, longest=40, version=0, tool=True):
     "Groups with a long tail of lengths, some with tool tokens in the middle; log-probs are a uniform policy's"
     rng, made = np.random.default_rng(seed), []
     for i in range(groups*size):
-        p, r = int(rng.integers(1, 8)), int(min(2 + 3*(1 + rng.pareto(1.2)), longest))
+        if i % size == 0: prompt = rng.integers(2, 19, int(rng.integers(1, 8))).astype(np.int32)
+        r = int(min(1 + 3*rng.pareto(1.2), longest))
         mask = np.ones(r, np.uint8)
         if tool and i % 5 == 0: mask[1:r - 1] = 0
-        made.append(Trajectory(id=i, group_id=i//size, prompt_id=i//size, sample_index=i % size, prompt_ids=rng.integers(2, 19, p).astype(np.int32),
+        made.append(Trajectory(id=i, group_id=i//size, prompt_id=i//size, sample_index=i % size, prompt_ids=prompt,
                                response_ids=rng.integers(1, 19, r).astype(np.int32), loss_mask=mask, versions=[(0, version)],
                                logprobs=np.where(mask, np.log(1/19), np.nan).astype(np.float32), reward=float(rng.random() < .5)))
     return made
+
+
+@pytest.fixture(params=['plain', 'shared'])
+def reading(request, monkeypatch):
+    "Both ways to read prompts: in each row, and once for all rows that begin with it"
+    monkeypatch.setattr(actor, 'SAVING', 0. if request.param == 'shared' else 2.)
+    return request.param
 
 
 class Spy(ActorWorker):
@@ -58,27 +66,29 @@ def with_logprobs(worker, made, tau=1.):
 
 
 @pytest.mark.parametrize('tau', [1., .7])
-def test_logprobs_in_rectangles_are_those_of_single_rows(tau):
-    w = spy()
+def test_logprobs_in_rectangles_are_those_of_single_rows(tau, reading):
+    w, seen = spy(), []
+    w.budget = 128
     made = with_logprobs(w, trajectories(), tau)
     batch = StepBatch.of(made, w.algorithm, 0, 1., 0)
-    for rows in w._cut(batch, list(range(len(made)))):
-        x = batch.rectangle(rows)
-        with torch.no_grad(): gap = (w.logprobs(x) - x.logprobs).abs().max()
-        assert gap < 2e-6
+    with torch.no_grad():
+        for x, rows in w._rectangles(batch, list(range(len(made))), Figures()):
+            assert (x.prefix is None) == (reading == 'plain') and (w.logprobs(x) - x.logprobs).abs().max() < 2e-6
+            seen += rows
+    assert sorted(seen) == list(range(len(made)))
 
 
-def test_gradients_do_not_depend_on_the_cut():
+def test_gradients_do_not_depend_on_the_cut(reading):
     made = trajectories()
     whole, small = spy(), spy()
-    small.budget = 64
+    small.budget = 64 if reading == 'plain' else 32
     a, b = whole.step(made), small.step(made)
     assert b['micro_batches'] > 2*a['micro_batches'] and abs(a['loss'] - b['loss']) < 1e-6 and abs(a['grad_norm']/b['grad_norm'] - 1) < 1e-5
     assert (whole.seen - small.seen).norm() <= 1e-5*whole.seen.norm()
     assert a['kl_k3'] == pytest.approx(b['kl_k3'], rel=1e-5)
 
 
-def test_the_gradient_is_that_of_the_formula():
+def test_the_gradient_is_that_of_the_formula(reading):
     "Token by token in float64 autograd, over rows one at a time"
     w, made = spy(), trajectories(seed=4)
     params = [p for p in w.model.parameters()]
@@ -94,6 +104,26 @@ def test_the_gradient_is_that_of_the_formula():
     expected = torch.cat([g.flatten() for g in torch.autograd.grad(total, params)])
     metrics = w.step(made)
     assert metrics['loss'] == pytest.approx(total.item(), rel=1e-5) and (w.seen - expected).norm() <= 1e-5*expected.norm()
+
+
+def test_a_model_with_a_sliding_window_reads_prompts_in_their_rows(monkeypatch):
+    from transformers import MistralConfig, MistralForCausalLM
+    from laminar_sdk.training.policy import Policy
+    monkeypatch.setattr(actor, 'SAVING', 0.)
+    torch.manual_seed(0)
+    model = MistralForCausalLM(MistralConfig(vocab_size=19, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+                                             num_key_value_heads=2, sliding_window=4))
+    w = ActorWorker(Policy(model), device='cpu')
+    w.version = 0
+    assert w.step(with_logprobs(w, trajectories(tool=False)))['logprob_gap_max'] < 5e-6
+
+
+def test_responses_of_one_token(reading):
+    w = spy()
+    made = trajectories(longest=1, tool=False)
+    assert {len(t) for t in made} == {1}
+    m = w.step(with_logprobs(w, made))
+    assert m['updates'] == 1 and abs(m['ratio_max'] - 1) < 1e-5
 
 
 def test_rows_without_a_signal_are_left_out_and_nothing_changes(monkeypatch):
@@ -116,7 +146,7 @@ def test_model_holds_rounded_masters_after_every_step():
     assert any(not torch.equal(m, m.bfloat16().float()) for m in w.masters.masters)
 
 
-def test_parts_and_epochs_and_the_two_meanings_of_old():
+def test_parts_and_epochs_and_the_two_meanings_of_old(reading):
     made = trajectories(groups=8, seed=5)
     for old in ('engine', 'actor'):
         w = spy(old=old, epochs=2, minibatches=4, lr=1e-4)
@@ -162,7 +192,7 @@ def test_what_is_not_finite_moves_nothing(spoil):
     assert all(torch.equal(a, b) for a, b in zip(w.masters.masters, clean.masters.masters))
 
 
-def test_rows_of_zero_tokens_or_only_tool_tokens_are_no_trouble():
+def test_rows_of_zero_tokens_or_only_tool_tokens_are_no_trouble(reading):
     made = trajectories(tool=False)
     empty, masked = np.zeros(0, np.int32), np.zeros(len(made[1]), np.uint8)
     made[0] = dataclasses.replace(made[0], response_ids=empty, logprobs=empty.astype(np.float32), loss_mask=empty.astype(np.uint8))
@@ -188,7 +218,7 @@ def test_speed_against_a_bare_loop(figures):
     "The same model, rows and micro-batches in a plain PyTorch loop without the SDK; CPU time, best of several, taken in turns"
     policy = lambda: random_policy(hidden=128, layers=4, heads=4)
     made = trajectories(groups=12, size=8, seed=1, longest=110, tool=False)
-    w = ActorWorker(policy(), algorithm=GRPO(lr=1e-5), device='cpu')
+    w = ActorWorker(policy(), algorithm=GRPO(lr=1e-5), device='cpu', share_prompts=False)
     batch = StepBatch.of(made, w.algorithm, None, 1., 0)
     rows = batch.learn()
     cuts = [[rows[i] for i in cut] for cut in balanced_microbatches([batch.lengths_B[i] for i in rows], w.budget, actor.OVERHEAD_TOKENS['cpu'])]
@@ -215,3 +245,17 @@ def test_speed_against_a_bare_loop(figures):
     tokens = sum(batch.lengths_B[i] for i in rows)
     figures.update(actor_tokens_per_s=tokens/ours, bare_tokens_per_s=tokens/theirs, ratio=theirs/ours, actor_step_ms=ours*1e3, micro_batches=len(cuts))
     assert theirs/ours >= .85
+
+
+def test_speed_of_shared_prompts(figures):
+    "Prompts as long as the answers, groups of eight: the same step with and without reading each prompt once"
+    rng, made = np.random.default_rng(0), trajectories(groups=6, size=8, longest=60, tool=False)
+    for g in range(6):
+        prompt = rng.integers(2, 19, 60).astype(np.int32)
+        for t in made[8*g:8*g + 8]: t.prompt_ids = prompt
+    workers = [ActorWorker(random_policy(hidden=256, layers=4, heads=4), algorithm=GRPO(lr=1e-5), device='cpu', share_prompts=s) for s in (True, False)]
+    results = [[w.step(made) for _ in range(4)] for w in workers]
+    shared, plain = ([m['seconds'] for m in r[1:]] for r in results)
+    figures.update(shared_ms=1e3*min(shared), plain_ms=1e3*min(plain), ratio=min(plain)/min(shared))
+    assert results[0][0]['loss'] == pytest.approx(results[1][0]['loss'], rel=1e-4) and results[0][0]['tokens_computed'] < .6*results[1][0]['tokens_computed']
+    assert min(plain)/min(shared) > 1.2

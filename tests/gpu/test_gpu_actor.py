@@ -40,8 +40,9 @@ def qwen2(hidden=512, layers=8, vocab=4096) -> Policy:
 def trajectories(vocab=4096, groups=32, size=8, median=200, longest=1500, seed=0):
     rng, made = np.random.default_rng(seed), []
     for i in range(groups*size):
-        p, r = int(rng.integers(20, 80)), int(min(median/2*(1 + rng.pareto(1.3)), longest))
-        made.append(Trajectory(id=i, group_id=i//size, prompt_id=i//size, sample_index=i % size, prompt_ids=rng.integers(2, vocab, p).astype(np.int32),
+        if i % size == 0: prompt = rng.integers(2, vocab, int(rng.integers(20, 80))).astype(np.int32)
+        r = int(min(median/2*(1 + rng.pareto(1.3)), longest))
+        made.append(Trajectory(id=i, group_id=i//size, prompt_id=i//size, sample_index=i % size, prompt_ids=prompt,
                                response_ids=rng.integers(2, vocab, r).astype(np.int32), loss_mask=np.ones(r, np.uint8), versions=[(0, 0)],
                                logprobs=np.full(r, -np.log(vocab), np.float32), reward=float(rng.random() < .5)))
     return made
@@ -57,6 +58,17 @@ def test_a_step_in_bf16_learns_and_rounds_exactly():
     named = dict(w.model.named_parameters())
     for (name, x), m in zip(w.published_tensors(), w.masters.masters):
         assert torch.equal(x, m.bfloat16()) and x.data_ptr() == named[name].data_ptr() and torch.equal(x.cpu(), m.cpu().bfloat16())
+
+
+def test_shared_prompts_give_the_same_step(monkeypatch):
+    made = trajectories(vocab=19, groups=4, median=20, longest=60)
+    losses = []
+    for saving in (0., 2.):
+        monkeypatch.setattr(actor, 'SAVING', saving)
+        w = ActorWorker(random_policy(hidden=128), algorithm=GRPO(lr=1e-6), device=DEVICE)
+        losses.append(w.step(made))
+    assert losses[0]['tokens_computed'] < losses[1]['tokens_computed']
+    assert abs(losses[0]['loss'] - losses[1]['loss']) < .01 and abs(losses[0]['grad_norm']/losses[1]['grad_norm'] - 1) < .05
 
 
 def test_buffers_stay_fp32():
@@ -114,7 +126,7 @@ def test_publish_stall_against_one_plain_copy(figures):
 
 
 def test_tokens_per_second_against_a_bare_loop(figures):
-    w, made = ActorWorker(qwen2(), algorithm=GRPO(lr=1e-6), device=DEVICE), trajectories()
+    w, made = ActorWorker(qwen2(), algorithm=GRPO(lr=1e-6), device=DEVICE, share_prompts=False), trajectories()
     batch = StepBatch.of(made, w.algorithm, None, 1., 0)
     rows = batch.learn()
     cuts = [[rows[i] for i in cut] for cut in balanced_microbatches([batch.lengths_B[i] for i in rows], w.budget, actor.OVERHEAD_TOKENS[w.device.type])]
