@@ -39,7 +39,8 @@ def arithmetic(model: str | None = None, # a folder; default the sample model in
               ) -> Task:
     "Sums by worked partial sums, answered by the sample model or any causal LM that knows their characters"
     from laminar_sdk.rollout import arithmetic as a
-    folder = model or str(Path(__file__).parent/'assets'/'demo_model')
+    from laminar_sdk.sample_model import demo_model
+    folder = model or str(demo_model())
     return Task(model=folder, train=a.problems(n, seed=1, split='train'), held_out=a.problems(512, seed=0, split='heldout'), reward=a.reward,
                 sampling=Sampling(temperature=1.0, max_tokens=160), steps=80, prompts=16, group=8, lr=3e-4, max_model_len=256, max_running=64,
                 eval_every=20)
@@ -119,7 +120,13 @@ class Watch:
     def __exit__(self, *_): self.over.set()
 
     def _look(self):
-        while not self.over.wait(self.every_s): self.peak = max(self.peak, sum(map(_pss, self.cluster.processes())))
+        while not self.over.wait(self.every_s): self.peak = max(self.peak, sum(map(_pss, _family(self.cluster.record.head))))
+
+def _family(pid: int) -> list:
+    "A process and all that descend from it"
+    import psutil
+    try: return [(head := psutil.Process(pid)), *head.children(recursive=True)]
+    except psutil.NoSuchProcess: return []
 
 def _pss(process) -> int:
     "Bytes of one process, 0 when it is gone"

@@ -124,11 +124,11 @@ def sweep(record: Record, grace_s: float = 8.):
     "End every process of a cluster, then remove its files"
     end(record, grace_s)
     for path in (record.token_path, home()/f'{record.name}.json'): path.unlink(missing_ok=True)
+    if environ(record.watcher).get(MARK) == f'watch-{record.mark}' and record.watcher != os.getpid(): psutil.Process(record.watcher).kill()
+    for child in _children: child.poll()
 
 def end(record: Record, grace_s: float = 8.):
-    "End every process of a cluster, and its watcher"
-    watcher_lives = environ(record.watcher).get(MARK) == f'watch-{record.mark}'
-    if watcher_lives and record.watcher != os.getpid(): psutil.Process(record.watcher).kill()
+    "End every process of a cluster, and remove Ray's files"
     if lives(record):
         psutil.Process(record.head).terminate()
         until = time.monotonic() + grace_s
@@ -136,7 +136,6 @@ def end(record: Record, grace_s: float = 8.):
     if left := kill_all(record.mark):
         raise ResourceError(f'processes of {record.name!r} could not be ended: {left}', 'end them by pid, then try again')
     shutil.rmtree(record.temp_dir, ignore_errors=True)
-    for child in _children: child.poll()
 
 def lives(record: Record) -> bool: return environ(record.head).get(MARK) == record.mark
 

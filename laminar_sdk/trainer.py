@@ -44,7 +44,7 @@ class ActorShell(Shell):
         os.environ['OMP_NUM_THREADS'] = str(options.get('threads', 1))
         self.config, self.options = config, options
         self.coordinator, self.data = (Peer(actor_name(config.name, r)) for r in ('coordinator', 'data'))
-        self.worker, self.client, self.socket = None, None, None
+        self.worker, self.client, self.socket, self.plain = None, None, None, None
         self.incarnation, self.step, self.lock = 0, 0, asyncio.Lock()
         self.starting, self.running, self.over = None, None, asyncio.Event()
 
@@ -105,7 +105,17 @@ def _publish(self: ActorShell, version: int, socket: str) -> dict:
         if self.client is not None: self.client.close()
         self.client, self.socket = RelayClient(socket), socket
     r = self.worker.publish(self.client, version, step=self.step, incarnation=self.incarnation)
-    return {'publish_stall_s': r.stall_s, 'publish_bytes': r.nbytes}
+    return {'publish_stall_s': r.stall_s, 'publish_bytes': r.nbytes, 'memcpy_s': self._memcpy(r.nbytes)}
+
+@patch
+def _memcpy(self: ActorShell, nbytes: int) -> float: # s
+    "One plain copy of as many bytes, to compare the stall with"
+    import numpy as np
+    if self.plain is None or self.plain[0].nbytes != nbytes: self.plain = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
+    if nbytes > 64 << 20: return float('nan') # of a large model it would cost what it measures
+    t = time.perf_counter()
+    np.copyto(*self.plain)
+    return time.perf_counter() - t
 
 @patch
 def _due(self: ActorShell) -> bool:

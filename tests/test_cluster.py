@@ -128,15 +128,15 @@ def test_one_process_one_cluster(cluster, apart, disconnected):
     assert len(cluster.hosts) == 2 # there and back, with another token each time
 
 
-@pytest.mark.parametrize('scheme', ['', 'ray://'])
-def test_an_address_that_is_not_there(disconnected, scheme):
+def test_an_address_that_is_not_there(disconnected):
     started = time.monotonic()
-    with pytest.raises(ClusterError, match='refused'): Cluster.attach(f'{scheme}127.0.0.1:{free_ports(1)[0]}')
-    with pytest.raises(ClusterError, match='no cluster can be reached'): Cluster.attach(f'{scheme}no-such-host.invalid:6379')
+    with pytest.raises(ClusterError, match='refused'): Cluster.attach(f'127.0.0.1:{free_ports(1)[0]}')
+    with pytest.raises(ClusterError, match='refused'): Cluster.attach(f'ray://127.0.0.1:{free_ports(1)[0]}')
+    with pytest.raises(ClusterError, match='no cluster can be reached'): Cluster.attach('no-such-host.invalid:6379')
     with socket.socket() as mute: # accepts, and never says a word
         mute.bind(('127.0.0.1', 0))
         mute.listen()
-        with pytest.raises(ClusterError, match='no Ray'): Cluster.attach(f'{scheme}127.0.0.1:{mute.getsockname()[1]}')
+        with pytest.raises(ClusterError, match='no Ray head answers'): Cluster.attach(f'127.0.0.1:{mute.getsockname()[1]}')
     assert time.monotonic() - started < 15
 
 
@@ -173,6 +173,23 @@ def test_a_start_that_ends_half_way_gives_everything_back(how):
     starter.communicate(timeout=60)
     wait_for(lambda: embedded.load(name) is None and not psutil.pid_exists(record.watcher))
     assert_no_trace(record)
+
+
+def test_a_sweeper_that_is_killed_is_finished_by_the_watcher(laminar_home):
+    record = embedded.Record('unfinished', 'm9', str(laminar_home/'gone'), address='127.0.0.1:1')
+    record.save()
+    log = laminar_home/'watcher.log'
+    head = embedded.spawn_marked(['sh', '-c', 'trap "" TERM; while true; do sleep 1; done'], record.mark, log) # does not end when asked
+    watcher = embedded.spawn_marked([sys.executable, '-m', 'laminar_sdk.watcher', 'watch', record.name], f'watch-{record.mark}', log)
+    record.head, record.watcher = head.pid, watcher.pid
+    record.save()
+    sweeper = python("from laminar_sdk import embedded; embedded.stop('unfinished')")
+    time.sleep(1.5) # it waits for the head
+    sweeper.kill()
+    assert sweeper.wait(10) == -signal.SIGKILL and embedded.lives(record)
+    head.kill() # as would a head that got the signal
+    wait_for(lambda: embedded.load(record.name) is None and watcher.poll() is not None)
+    assert embedded.members(record.mark) == []
 
 
 def test_a_taken_port_or_folder_is_said_and_nothing_is_kept(monkeypatch, tmp_path):

@@ -27,7 +27,7 @@ def test_advantages_by_formula(rows, scale):
     np.testing.assert_allclose(ours, advantages_by_formula(rewards, groups, scale), rtol=1e-6, atol=1e-6)
     for g in set(groups): # nothing of one group reaches another
         at = np.array(groups) == g
-        alone = group_advantages(torch.tensor(rewards)[at].double(), torch.tensor(groups)[at], scale=scale).numpy()
+        alone = group_advantages(torch.tensor(rewards, dtype=torch.float64)[at], torch.tensor(groups)[at], scale=scale).numpy()
         np.testing.assert_array_equal(ours[at], alone)
 
 

@@ -229,3 +229,304 @@ class ManagerMachine(RuleBasedStateMachine):
 
 TestManagerMachine = ManagerMachine.TestCase
 TestManagerMachine.settings = settings(max_examples=50, stateful_step_count=50, suppress_health_check=list(HealthCheck))
+
+
+# ---- a small world -------------------------------------------------------------------------------------------------
+
+FAULTS = ('rollout', 'pull', 'actor', 'data', 'relay', 'pause', 'eval', 'coordinator')
+
+def trained_once(world):
+    "Each step has its groups, each group one step, and all that was admitted came to an end"
+    cfg, ledger = world.cfg, world.manager.ledger
+    assert world.ended.state == 'done', world.ended
+    assert sorted(world.lineage) == list(range(1, cfg.steps + 1))
+    groups = [g for gs in world.lineage.values() for g in gs]
+    assert len(set(groups)) == len(groups) == cfg.steps * cfg.prompts_per_step
+    counts = ledger.counts()
+    assert counts['pending'] == counts['running'] == counts['buffered'] == counts['sampled'] == 0 and ledger.audit() == []
+    rows = [r for r in world.journal.rows.values() if type(r).__name__ == 'GroupRow' and r.kind == 'train']
+    assert {r.id for r in rows if r.state == 'trained'} == set(groups) and {r.state for r in rows} <= {'trained', 'failed'}
+    again = Ledger.restore(world.journal.rows.values())
+    assert again.counts() == counts and again.counts('eval') == ledger.counts('eval') and again.audit() == []
+    return rows
+
+
+def test_every_prompt_in_its_turn():
+    "Ten prompts, 24 groups: each prompt twice, four of them a third time, in the cursor's order"
+    world = World(config(), n_prompts=10).run()
+    rows = sorted(trained_once(world), key=lambda r: r.position)
+    assert [r.position for r in rows] == list(range(24))
+    assert [r.prompt for r in rows] == PromptCursor(10, world.cfg.seed).take(24)
+
+
+@pytest.mark.parametrize('seed', range(14))
+def test_a_run_with_every_fault_comes_to_its_end(seed):
+    world = World(config(eval=Eval(every=2)), n_prompts=10, n_eval=5, seed=seed, faults=FAULTS, fault_every=(3., 8.)[seed % 2],
+                  refuse=.02, unscorable=.03, calm_at=45.).run()
+    trained_once(world)
+    assert world.cfg.steps in {e.step for e in world.evals}
+
+
+@pytest.mark.parametrize('seed', range(4))
+def test_a_coordinator_that_dies_all_the_time(seed):
+    trained_once(World(config(steps=4), seed=seed, n_eval=3, faults=('coordinator',), fault_every=1.).run())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('seed', range(1000, 1040))
+def test_longer_runs_with_more_rollouts(seed):
+    trained_once(World(config(steps=30, prompts_per_step=8, eval=Eval(every=5)), n_prompts=50, n_eval=20, rollouts=8, hosts=3, seed=seed,
+                       faults=FAULTS, fault_every=5., refuse=.01, unscorable=.02, calm_at=200.).run(500_000))
+
+
+@pytest.mark.parametrize('seed', range(3))
+def test_staleness_is_bounded_by_admission(seed):
+    "A bound of one step's worth: all that is in flight is in the next batch, so nothing is more than one version behind"
+    world = World(config(max_groups=4, steps=8), seed=seed).run()
+    assert max(r.staleness_max for r in world.journal.rows.values() if type(r).__name__ == 'StepRow') <= 1
+    loose = World(config(max_groups=16, steps=8), seed=seed).run()
+    assert max(r.staleness_max for r in loose.journal.rows.values() if type(r).__name__ == 'StepRow') > 1 # the bound does it, not the world
+
+
+def test_the_same_events_give_the_same_commands():
+    world = World(config(eval=Eval(every=2)), n_eval=4, seed=5, faults=('rollout', 'pull', 'data', 'relay', 'pause')).run()
+    again = RolloutManager(world.cfg, *world.n)
+    for event, commands in world.log: assert again.on(event) == commands, event
+
+
+def test_a_run_without_faults_loses_nothing():
+    world = World(config()).run()
+    assert world.manager.ledger.meta['trajectories'] == 72 and world.said['Forget'] == 0 and world.manager.ledger.stale_reports < 20
+
+
+# ---- one thing at a time -------------------------------------------------------------------------------------------
+
+class Hand:
+    "A manager and a hand to feed it; version 0 is on host 0"
+    def __init__(self, n_prompts=50, n_eval=0, rollouts=1, capacity=8, **over):
+        self.m = RolloutManager(config(**{**dict(steps=2, prompts_per_step=1, algorithm=GRPO(group_size=2)), **over}), n_prompts, n_eval)
+        self.todo = []
+        self.out = self(ev.ActorJoined(1, 0), *(ev.RolloutJoined(r, 0, capacity) for r in range(rollouts)), self.ready())
+
+    def __call__(self, *events):
+        out = []
+        for e in events:
+            out += self.m.on(e)
+            assert self.m.check() == [], e
+        self.todo += out
+        return out
+
+    def ready(self, step=0, incarnation=1, host=0): return ev.VersionReady(host, self.m.issue_version(step, incarnation), step, incarnation, 'c')
+    def waves(self, out): return [c for c in out if isinstance(c, cm.StartWave)]
+    def end(self, wave, finish='stop'):
+        p = wave.placements
+        return self(ev.Progress(wave.rollout, [x.trajectory for x in p], [x.lease for x in p], [3] * len(p), [finish] * len(p)))
+    def score(self, out, **over):
+        return self(*(ev.GroupScored(c.group, **{**dict(reward={t: 1. for t in c.trajectories}), **over}) for c in out if isinstance(c, cm.ScoreGroup)))
+    def play(self, rewards=lambda c: {t: 1. for t in c.trajectories}, n=1_000):
+        "End every wave and score every group, n of them"
+        while self.todo and n and not self.m.ended:
+            c = self.todo.pop(0)
+            if isinstance(c, cm.StartWave): self.end(c)
+            if isinstance(c, cm.ScoreGroup): n = self(ev.GroupScored(c.group, rewards(c), error="KeyError: 'answer'")) is not None and n - 1
+        return self.todo
+    def kinds(self, out): return [type(c).__name__ for c in out]
+
+
+@pytest.mark.parametrize('kills', [5, MAX_LOSSES + 5])
+def test_a_bound_of_one_group_whose_member_is_killed_again_and_again(kills):
+    "Below the limit it comes through in the end; above it is given up, and its group goes on without it. Never a standstill"
+    hand = Hand(max_groups=1, rollouts=2)
+    wave, = hand.waves(hand.out)
+    first, second = wave.placements
+    out = hand(ev.Progress(wave.rollout, [first.trajectory], [first.lease], [3], ['stop']))
+    rollout, killed = wave.rollout, 0
+    while killed < kills and hand.m.ledger.rows[second.trajectory].state == 'running':
+        out = hand(ev.RolloutLost(rollout, 'killed'), ev.RolloutJoined(rollout, 0, 8))
+        killed += 1
+        assert hand.m.dispatch.groups()['in_flight'] == 1
+        if waves := hand.waves(out): (wave,), rollout = waves, waves[0].rollout
+    assert killed == min(kills, MAX_LOSSES)
+    if kills < MAX_LOSSES: out = hand.end(wave)
+    hand.score(out)
+    batch, *_ = hand(ev.BatchAsked(1, 1))
+    assert batch.trajectories == [[first.trajectory, second.trajectory] if kills < MAX_LOSSES else [first.trajectory]]
+    assert len(hand.m.ledger.groups) == 2 # and the next group was admitted
+
+
+def test_a_batch_is_asked_twice_and_given_twice_the_same():
+    hand = Hand()
+    assert hand(ev.BatchAsked(1, 1)) == []
+    give = [c for c in hand.score(hand.end(hand.waves(hand.out)[0])) if isinstance(c, cm.GiveBatch)]
+    assert len(give) == 1 and hand(ev.BatchAsked(1, 1)) == give
+    assert hand(ev.BatchAsked(0, 1)) == [] # an earlier life of the actor
+
+
+def test_what_a_dead_actor_says_is_ignored():
+    hand = Hand()
+    hand.score(hand.end(hand.waves(hand.out)[0]))
+    hand(ev.BatchAsked(1, 1), ev.ActorLost(1, 'killed'), ev.ActorJoined(2, 0))
+    hand(ev.StepTrained(1, 1, hand.m.ledger.issue_version(1, 1)), ev.CheckpointSaved(1))
+    assert hand.m.ledger.trained_step == 0 and hand.m.ledger.checkpoints == [0] and hand.m.ledger.counts()['buffered'] == 2
+    with pytest.raises(RunError, match='incarnation 1'): hand.m.issue_version(1, 1)
+
+
+def test_a_step_that_was_saved_but_never_reported_counts():
+    hand = Hand()
+    hand.score(hand.end(hand.waves(hand.out)[0]))
+    hand(ev.BatchAsked(1, 1), ev.ActorLost(1, 'killed'), ev.ActorJoined(2, 1))
+    assert hand.m.ledger.trained_step == hand.m.ledger.checkpointed == 1 and hand.m.ledger.counts()['trained'] == 2
+
+
+def test_a_checkpoint_of_another_run_ends_this_one():
+    out = Hand()(ev.ActorJoined(2, 7))
+    assert isinstance(out[-1], cm.EndRun) and out[-1].state == 'failed' and 'restored at step 7' in out[-1].reason
+
+
+def test_a_reward_function_that_always_raises_ends_the_run_with_its_reason():
+    out = Hand(prompts_per_step=2).play(lambda c: {})
+    assert out[-1] == cm.EndRun('failed', "6 groups in a row failed; the last one: KeyError: 'answer'")
+
+
+def test_some_failures_are_replaced_and_forgiven():
+    hand = Hand(steps=3, prompts_per_step=2)
+    hand.play(lambda c: {} if c.group % 3 else {t: 1. for t in c.trajectories})
+    assert hand.m.dispatch.groups() == dict(in_flight=0, buffered=4, consumed=0) and hand.m.ledger.counts()['failed'] == 16 and not hand.m.ended
+
+
+def test_no_wave_and_no_batch_while_paused():
+    hand = Hand()
+    hand(ev.Paused())
+    out = hand.score(hand.end(hand.waves(hand.out)[0]))
+    assert hand.waves(out) == [] and hand(ev.BatchAsked(1, 1), ev.VersionReady(0, 0, 0, 1, 'c')) == []
+    assert hand.kinds(hand(ev.Resumed())) == ['GiveBatch', 'StartWave']
+
+
+def test_a_pause_outlives_the_coordinator():
+    hand = Hand()
+    hand(ev.Paused())
+    m = RolloutManager(hand.m.config, 50, 0, Ledger.restore(hand.m.ledger.drain()))
+    assert m.paused and [type(c).__name__ for c in m.on(ev.Restarted())] == ['Forget']
+    assert m.on(ev.RolloutJoined(0, 0, 8)) == m.on(ev.VersionReady(0, 0, 0, 1, 'c')) == []
+    assert [type(c) for c in m.on(ev.Resumed())] == [cm.StartWave]
+
+
+def test_stop_aborts_all_and_ends_once():
+    hand = Hand(rollouts=2, prompts_per_step=2)
+    out = hand(ev.StopAsked('enough'))
+    assert hand.kinds(out) == ['Abort', 'Abort', 'Forget', 'EndRun'] and out[-1] == cm.EndRun('stopped', 'enough')
+    assert hand(ev.StopAsked(), ev.RolloutJoined(0, 0, 8)) == [] and hand.m.ledger.counts()['running'] == 0
+
+
+def test_lost_tokens_are_forgotten_and_old_leases_refused():
+    hand = Hand(rollouts=2, max_groups=1)
+    wave, = hand.waves(hand.out)
+    out = hand(ev.RolloutLost(wave.rollout, 'killed'))
+    ids = [p.trajectory for p in wave.placements]
+    assert out[0] == cm.Forget(ids)
+    other, = hand.waves(out)
+    assert [(p.trajectory, p.lease) for p in other.placements] == [(t, 2) for t in ids] and other.rollout != wave.rollout
+    assert not hand.m.accepts(wave.rollout, ids[0], 1) and not hand.m.accepts(wave.rollout, ids[0], 2) and hand.m.accepts(other.rollout, ids[0], 2)
+    assert hand.m.ledger.stale_reports == 2
+
+
+def test_lost_data_is_generated_again_even_if_it_had_ended():
+    hand = Hand(prompts_per_step=2)
+    score, = [c for c in hand(ev.Progress(0, [1, 2, 3], [1, 1, 1], [3] * 3, ['stop'] * 3)) if isinstance(c, cm.ScoreGroup)]
+    out = hand(ev.DataLost())
+    assert hand.kinds(out) == ['Abort', 'Forget', 'StartWave'] and sorted(out[1].trajectories) == [1, 2, 3, 4]
+    assert hand(ev.GroupScored(score.group, {1: 1., 2: 1.}, leases=dict(zip(score.trajectories, score.leases)))) == []
+    assert hand.m.outcomes.stale_answers == 1 and hand.m.ledger.counts()['running'] == 4
+
+
+def test_a_failed_pull_is_tried_again_later_and_by_others_now():
+    hand = Hand(rollouts=2)
+    hand(ev.Tick(10.))
+    wave, = hand.waves(hand.out[:2])[:1]
+    out = hand(ev.PullFailed(wave.rollout, wave.wave, 0, 'no such file'))
+    assert hand.kinds(out)[0] == 'Forget' and all(w.rollout != wave.rollout for w in hand.waves(out))
+    assert hand(ev.PullFailed(wave.rollout, wave.wave, 0, 'no such file')) == [] # told twice
+    hand(ev.RolloutLost(1 - wave.rollout, 'killed'))
+    assert hand.waves(hand(ev.Tick(10.5))) == [] and [w.rollout for w in hand.waves(hand(ev.Tick(11.)))] == [wave.rollout]
+
+
+def test_work_is_shared_and_nobody_starves():
+    "Two groups a step for four rollouts: each gets its turn"
+    hand, turns = Hand(rollouts=4, prompts_per_step=2, max_groups=2, steps=50, capacity=64), {r: 0 for r in range(4)}
+    for step in range(1, 21):
+        for w in hand.waves(hand.todo):
+            turns[w.rollout] += 1
+            assert len(w.placements) == 2 # one group each, though a rollout could take both
+        hand.play()
+        hand(ev.BatchAsked(1, step), ev.StepTrained(1, step, hand.m.issue_version(step, 1)))
+    assert set(turns.values()) == {10}, turns
+
+
+def test_a_wave_has_the_newest_version_of_its_own_host():
+    hand = Hand(steps=9)
+    hand(ev.RolloutJoined(1, host=1, capacity=8))
+    hand(ev.RolloutLost(0, 'killed'))
+    v1 = hand.ready(1)
+    assert hand.waves(hand(v1)) == [] # host 1 has no version yet
+    wave, = hand.waves(hand(ev.VersionReady(1, 0, 0, 1, 'c')))
+    assert (wave.rollout, wave.version) == (1, 0)
+
+
+def test_an_evaluation_has_one_version_and_counts_failures_as_wrong():
+    hand = Hand(n_eval=5, rollouts=2, capacity=2, steps=1)
+    assert hand.out[0] == cm.Pin(0)
+    done, out, reports = [], hand.out, []
+    hand(hand.ready(1))
+    while out:
+        waves, out = hand.waves(out), []
+        for w in waves:
+            if w.placements[0].kind == 'train': continue
+            assert w.version == 0 and len(w.placements) <= 2 and all(p.kind == 'eval' for p in w.placements)
+            done += [p.prompt for p in w.placements]
+            p = w.placements[0]
+            if p.prompt == 0: out += hand(ev.Refused(w.rollout, p.trajectory, p.lease, 'too long'))
+            out += hand.end(w)
+        out += hand.score(out)
+        reports += [c for c in out if isinstance(c, (cm.ReportEval, cm.Unpin))]
+    assert sorted(done) == [0, 1, 2, 3, 4] and len(reports) == 2 and reports[1] == cm.Unpin(0)
+    assert (reports[0].step, reports[0].version) == (0, 0) and sorted(reports[0].reward.values()) == [0., 1., 1., 1., 1.]
+    assert sum(hand.m.ledger.counts('eval').values()) == 5 and hand.m.ledger.counts('eval')['failed'] == 1
+
+
+def test_an_evaluation_whose_version_is_gone_begins_again_with_a_newer_one():
+    hand = Hand(n_eval=2)
+    wave, = hand.waves(hand.out)
+    out = hand(ev.RelayLost(0, 'killed'), ev.PullFailed(0, wave.wave, 0, 'gone'), hand.ready(0))
+    assert [type(c).__name__ for c in out if not isinstance(c, cm.StartWave)] == ['Forget', 'Forget', 'Unpin', 'Pin']
+    again, = hand.waves(out)
+    assert again.version == 1 and len(again.placements) == 2 and hand.m.ledger.counts('eval')['dropped'] == 2
+
+
+def test_a_group_of_one_and_a_set_smaller_than_a_step():
+    world = World(config(algorithm=GRPO(group_size=1), prompts_per_step=4, steps=3), n_prompts=3).run()
+    rows = trained_once(world)
+    assert sorted(sum(r.prompt == p for r in rows) for p in range(3)) == [4, 4, 4]
+
+
+def test_a_run_that_is_made_longer_goes_on():
+    world = World(config(steps=2)).run()
+    m = RolloutManager(config(steps=3), 10, 0, Ledger.restore(world.journal.rows.values()))
+    v = m.ledger.newest
+    row = m.ledger.versions[v]
+    out = [*m.on(ev.Restarted()), *m.on(ev.RolloutJoined(0, 0, 64)), *m.on(ev.VersionReady(0, v, row.step, row.incarnation, row.checksum))]
+    assert [type(c) for c in out] == [cm.StartWave] and not m.ended
+    assert RolloutManager(config(steps=2), 10, 0, Ledger.restore(world.journal.rows.values())).on(ev.Restarted())[-1].state == 'done'
+
+
+@pytest.mark.parametrize('over, n_prompts, says', [
+    (dict(max_groups=3), 10, 'a step needs prompts_per_step = 4'), (dict(), 0, 'nothing to train on'), (dict(schedule='sync'), 10, "schedule = 'sync'")])
+def test_what_cannot_work_is_said_at_once(over, n_prompts, says):
+    with pytest.raises(ConfigError, match=says): RolloutManager(config(**over), n_prompts)
+
+
+def test_every_event_has_its_handler():
+    m = RolloutManager(config(), 10)
+    known = {e for e in ev.Event.__subclasses__()}
+    from laminar_sdk.scheduling.manager import OBSERVATIONS, camel2snake
+    assert not [e for e in known - set(OBSERVATIONS) if not hasattr(m, f'on_{camel2snake(e.__name__)}')]
+    assert m.on(ev.Notice('info', 'hello')) == []

@@ -16,7 +16,7 @@ def test_short(): assert True
 
 @pytest.fixture
 def project(tmp_path):
-    for name in ('conftest.py', 'processes.py', 'results.py'): shutil.copy(HERE/name, tmp_path)
+    for name in ('conftest.py', 'fixtures_cluster.py', 'processes.py', 'results.py'): shutil.copy(HERE/name, tmp_path)
     shutil.copy(HERE.parent/'pytest.ini', tmp_path)
     def run(source, *args):
         (tmp_path/'test_it.py').write_text(source)

@@ -110,6 +110,9 @@ async def start(self: VLLMEngine):
     self.start_method = start_method(self.start_method, self.cpu, self.threads)
     os.environ.update(environment(self.cpu, self.threads, local, self.start_timeout_s))
     await asyncio.get_running_loop().run_in_executor(self.thread, self._build)
+    if wrong := next(filter(None, await self.llm.collective_rpc('laminar_check')), ''):
+        await self.stop()
+        raise ConfigError(f'{self.model_path!r}: {wrong}', 'use a dense, unquantised model')
 
 @patch
 def _build(self: VLLMEngine):
@@ -134,8 +137,8 @@ def _arguments(self: VLLMEngine) -> dict:
     from vllm.config import WeightTransferConfig
     both = dict(model=self.model_path, dtype=self.dtype, seed=self.seed, max_model_len=self.max_model_len, max_num_seqs=self.capacity,
                 logprobs_mode='processed_logprobs', skip_tokenizer_init=True, generation_config='vllm', enable_prefix_caching=True,
-                weight_transfer_config=WeightTransferConfig(backend=BACKEND), disable_log_stats=True, use_tqdm_on_load=False, stream_interval=self.stream_interval,
-                worker_extension_cls='laminar_sdk.rollout.vllm_transfer.RelayWorker')
+                weight_transfer_config=WeightTransferConfig(backend=BACKEND), disable_log_stats=True, use_tqdm_on_load=False,
+                stream_interval=self.stream_interval, worker_extension_cls='laminar_sdk.rollout.vllm_transfer.RelayWorker')
     if self.cpu: return both | dict(enforce_eager=True, block_size=32, kv_cache_memory_bytes=self.kv_cache_bytes)
     return both | dict(tensor_parallel_size=self.tensor_parallel, gpu_memory_utilization=self.gpu_memory)
 
@@ -256,7 +259,7 @@ async def _explain(self: VLLMEngine, e: Exception):
     if not bad: raise e
     if not any(r['touched'] for r in bad): self.torn = self.before
     kind = IntegrityError if any(r['integrity'] for r in bad) else RunError
-    raise kind(bad[0]['error'].removeprefix('IntegrityError: '), 'the version was not taken') from e
+    raise kind(bad[0]['error'], bad[0]['remedy']) from e
 
 # %% ../../nbs/rollout/02_vllm_engine.ipynb #412dcdea
 @patch

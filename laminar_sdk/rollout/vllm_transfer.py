@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from fastcore.basics import patch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from ..core.errors import ConfigError, IntegrityError
+from ..core.errors import ConfigError, IntegrityError, LaminarError
 from .proof import prove_load
-from .vllm_relay import check_kernels
+from .vllm_relay import check_kernels, check_order
 from ..weights.client import RelayClient
 
 # %% ../../nbs/rollout/01b_vllm_transfer.ipynb #d7a4b574
@@ -44,24 +44,28 @@ class RelayEngine(WeightTransferEngine[RelayInit, RelayUpdate]):
 
     def init_transfer_engine(self, init_info): "A relay is found when it is needed"
     def shutdown(self): "Nothing stays open between two updates"
-    def start_weight_update(self): self.report = dict(touched=False, error='an update was begun, but no version taken', integrity=False)
+    def start_weight_update(self): self.report = dict(touched=False, error='an update was begun, but no version taken', remedy='load again',
+                                                     integrity=False)
     def update_weights(self, update_info: dict): self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update: RelayUpdate):
         "One whole version"
         try: self.report |= self._take(update)
         except Exception as e:
-            self.report |= dict(error=f'{type(e).__name__}: {e}', integrity=isinstance(e, IntegrityError))
+            ours = isinstance(e, LaminarError)
+            self.report |= dict(error=e.message if ours else f'{type(e).__name__}: {e}', remedy=e.remedy if ours else 'load again',
+                                integrity=isinstance(e, IntegrityError))
             raise
 
     def finish_weight_update(self):
-        if self.report['error']: raise IntegrityError(self.report['error'], 'load again')
+        if self.report['error']: raise IntegrityError(self.report['error'], self.report['remedy'])
 
 # %% ../../nbs/rollout/01b_vllm_transfer.ipynb #e9c5e317
 #| eval: false
 @patch
 def _take(self: RelayEngine, update: RelayUpdate) -> dict:
     "Pull, load, prove"
+    check_order(self.model)
     with RelayClient(update.socket_path) as relay, relay.pull(update.version) as pulled:
         m, shapes = pulled.manifest, {t.name: (t.dtype, t.shape) for t in pulled.manifest.layout.tensors}
         if self.shapes is not None: _check_same(m.version, self.shapes, shapes)
@@ -84,3 +88,9 @@ def _check_same(version, had, has):
 class RelayWorker:
     "Mixed into vLLM's worker"
     def laminar_report(self) -> dict: return self.weight_transfer_engine.report
+
+    def laminar_check(self) -> str: # what is wrong; '' if nothing
+        "Whether versions can be loaded exactly into this model"
+        try: check_order(self.weight_transfer_engine.model)
+        except ConfigError as e: return e.message
+        return ''

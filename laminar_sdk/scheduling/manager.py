@@ -57,7 +57,7 @@ def on(self: RolloutManager, event: ev.Event) -> list[Command]:
     "Take an event in; what is to be done now?"
     if self.ended or isinstance(event, OBSERVATIONS): return []
     out = getattr(self, f'on_{camel2snake(type(event).__name__)}')(event)
-    for decide in (self._evaluations, self._waves, self._batch, self._end): out += decide()
+    for decide in (self._evaluations, self._batch, self._waves, self._end): out += decide() # a batch that is given makes room for waves
     return out
 
 @patch

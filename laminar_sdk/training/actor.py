@@ -62,7 +62,7 @@ class ActorWorker:
 # %% ../../nbs/training/00_actor.ipynb #54109970
 LOGITS_BYTES = dict(cpu=2**28, cuda=2**31) # one copy of a micro-batch's fp32 logits
 OVERHEAD_TOKENS = dict(cpu=30, cuda=500)
-SAVING = 1/3 # of the tokens, from which on prompts are read apart
+SAVING = .15 # of the tokens, from which on prompts are read apart
 
 def _budget(micro_tokens, vocab, device):
     "Padded tokens of one micro-batch"
