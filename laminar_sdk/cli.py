@@ -129,7 +129,7 @@ def find_cluster(name: str):
     "An existing cluster; None when no embedded one of that name is running (looking must not start one)"
     from laminar_sdk.cluster import Cluster
     if ':' in name: return Cluster.attach(name)
-    return Cluster.local(name) if name in {c['name'] for c in Cluster.list()} else None
+    return Cluster.local(name) if name in {c['name'] for c in Cluster.list() if c['state'] == 'up'} else None
 
 # %% ../nbs/08_cli.ipynb #a7bbb8cd
 @app.command()

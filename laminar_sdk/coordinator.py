@@ -39,7 +39,8 @@ class Coordinator(Shell):
         self.journal = Journal(self.dir.ledger)
         self.tape = Tape(self.dir.events, header(self.config))
         self.state, self.reason, self.again = 'starting', '', self.journal.rows(MetaRow) != []
-        self.begun, self.ready, self.ended, self.relays_changed, self.data_there = (asyncio.Event() for _ in range(5)) # ready: the manager exists
+        self.begun, self.ended, self.relays_changed, self.data_there = (asyncio.Event() for _ in range(4))
+        self.ready = asyncio.Event() # the manager exists
         self.sockets, self.heard, self.batches, self.given, self.table = {}, {}, {}, {}, Table()
         self.data, self.manager, self.pipeline, self.asked, self.first_scored = None, None, None, time.monotonic(), None
         self.supervisor = Supervisor(self.config.name, hopeless=self._hopeless) # a child that cannot be brought up ends the run
@@ -207,7 +208,9 @@ async def cut(self: Coordinator, step: int) -> dict:
 @patch
 def _carry_out(self: Coordinator, commands: list[cm.Command]):
     score = [c for c in commands if isinstance(c, cm.ScoreGroup)]
-    if score: self.data.score.remote(msgspec.msgpack.encode([(c.group, [self._seat(t) for t in c.trajectories]) for c in score]), self.manager.ledger.trained_step)
+    if score:
+        seats = [(c.group, [self._seat(t) for t in c.trajectories]) for c in score]
+        self.data.score.remote(msgspec.msgpack.encode(seats), self.manager.ledger.trained_step)
     for c in commands:
         if not isinstance(c, cm.ScoreGroup): getattr(self, f'_do_{type(c).__name__}')(c)
 

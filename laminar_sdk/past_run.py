@@ -6,9 +6,8 @@
 __all__ = ['PastRun', 'as_frame']
 
 # %% ../nbs/06a_past_run.ipynb #5a6466ae
-import json
 from pathlib import Path
-from typing import Any
+
 
 from .core import events as ev
 

@@ -140,7 +140,8 @@ def _arguments(self: VLLMEngine) -> dict:
                 weight_transfer_config=WeightTransferConfig(backend=BACKEND), disable_log_stats=True, use_tqdm_on_load=False,
                 stream_interval=self.stream_interval, worker_extension_cls='laminar_sdk.rollout.vllm_transfer.RelayWorker')
     if self.cpu: return both | dict(enforce_eager=True, block_size=32, kv_cache_memory_bytes=self.kv_cache_bytes)
-    return both | dict(tensor_parallel_size=self.tensor_parallel, gpu_memory_utilization=self.gpu_memory)
+    return both | dict(tensor_parallel_size=self.tensor_parallel, gpu_memory_utilization=self.gpu_memory,
+                       distributed_executor_backend='mp' if self.tensor_parallel > 1 else None) # inside a Ray actor vLLM would choose Ray
 
 # %% ../../nbs/rollout/02_vllm_engine.ipynb #b0ca4cf8
 def eos_ids(model_config) -> tuple[int, ...]:
