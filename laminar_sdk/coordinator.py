@@ -44,6 +44,7 @@ class Coordinator(Shell):
         self.sockets, self.heard, self.batches, self.given, self.table = {}, {}, {}, {}, Table()
         self.data, self.manager, self.pipeline, self.asked, self.first_scored = None, None, None, time.monotonic(), None
         self.supervisor = Supervisor(self.config.name, hopeless=self._hopeless) # a child that cannot be brought up ends the run
+        if self.again: self.note('info', 'the run goes on from its directory', 'coordinator')
         if self.mark.exists(): self.begun.set()
         self.main = asyncio.get_running_loop().create_task(self._main())
 
@@ -116,7 +117,6 @@ def build_manager(self: Coordinator, counts: dict):
     if self.again:
         self.tape.append('manager', ev.Restarted())
         self.pipeline.commands += self.manager.on(ev.Restarted())
-        self.note('warning', 'the coordinator was restarted; what was in flight is generated again', 'coordinator')
     if counts['skipped']:
         self.note('warning', f"{counts['skipped']} prompts are longer than the model's {self.config.max_model_len} tokens allow and are skipped", 'data/0')
     self.ready.set()
@@ -132,7 +132,7 @@ async def publish(self: Coordinator, actor, incarnation: int, step: int):
 @patch
 async def report(self: Coordinator, blob: bytes) -> bool:
     "A rollout's report of one interval; the answer means: it is safe with us"
-    from laminar_sdk.rollout.worker import decode_report
+    from laminar_sdk.rollout.reports import decode_report
     await self.ready.wait()
     r = decode_report(blob)
     self.heard[r.rollout] = time.monotonic()
@@ -310,7 +310,7 @@ async def snapshot(self: Coordinator) -> bytes:
 @patch
 async def counts(self: Coordinator) -> dict[str, dict[str, int]]:
     "Trajectories by kind and state"
-    return {k: self.manager.ledger.counts(k) for k in ('train', 'eval')} if self.manager else {}
+    return {k: self.manager.ledger.counts(k) if self.manager else {} for k in ('train', 'eval')}
 
 @patch
 async def pause(self: Coordinator): await self._control(ev.Paused(), 'paused')

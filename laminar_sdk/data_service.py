@@ -15,7 +15,7 @@ from fastcore.basics import patch
 
 from .core import events as ev
 from .core.types import Trajectory
-from .rollout.worker import Piece
+from .rollout.reports import Piece
 from .scheduling import commands as cm
 from .shells import actor_name, Peer, Shell
 

@@ -107,12 +107,12 @@ class RolloutShell(Shell):
         self.took = time.monotonic() - self.began
 
     async def _report(self, report):
-        from laminar_sdk.rollout.worker import encode_report
+        from laminar_sdk.rollout.reports import encode_report
         await self.coordinator.ask('report', encode_report(report))
 
     async def wave(self, wave: int, version: int, socket: str, seats: list[tuple]):
         "Take the version, then generate these"
-        from laminar_sdk.rollout.worker import Assignment
+        from laminar_sdk.rollout.reports import Assignment
         items = [Assignment(trajectory=t, lease=lease, prompt_ids=np.asarray(ids, np.int32), sampling=self.sampling[kind],
                             seed=self.seed * 1_000_003 + prompt if kind == 'eval' else None)
                  for t, lease, ids, kind, prompt in seats]

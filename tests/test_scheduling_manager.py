@@ -246,6 +246,7 @@ def trained_once(world):
     assert counts['pending'] == counts['running'] == counts['buffered'] == counts['sampled'] == 0 and ledger.audit() == []
     rows = [r for r in world.journal.rows.values() if type(r).__name__ == 'GroupRow' and r.kind == 'train']
     assert {r.id for r in rows if r.state == 'trained'} == set(groups) and {r.state for r in rows} <= {'trained', 'failed'}
+    assert sorted(r.position for r in rows) == list(range(len(rows))) # no prompt skipped, none handed out twice
     again = Ledger.restore(world.journal.rows.values())
     assert again.counts() == counts and again.counts('eval') == ledger.counts('eval') and again.audit() == []
     return rows
@@ -364,11 +365,38 @@ def test_a_batch_is_asked_twice_and_given_twice_the_same():
 
 def test_what_a_dead_actor_says_is_ignored():
     hand = Hand()
-    hand.score(hand.end(hand.waves(hand.out)[0]))
-    hand(ev.BatchAsked(1, 1), ev.ActorLost(1, 'killed'), ev.ActorJoined(2, 0))
-    hand(ev.StepTrained(1, 1, hand.m.ledger.issue_version(1, 1)), ev.CheckpointSaved(1))
+    hand.play(n=1)
+    hand(ev.BatchAsked(1, 1))
+    v = hand.m.issue_version(1, 1)
+    hand(ev.ActorLost(1, 'killed'), ev.ActorJoined(2, 0), ev.StepTrained(1, 1, v), ev.CheckpointSaved(1))
     assert hand.m.ledger.trained_step == 0 and hand.m.ledger.checkpoints == [0] and hand.m.ledger.counts()['buffered'] == 2
+    hand(ev.BatchAsked(2, 1), ev.StepTrained(1, 1, v))
+    assert hand.m.ledger.steps[1].state == 'sampled' # its successor has just begun with the same step
     with pytest.raises(RunError, match='incarnation 1'): hand.m.issue_version(1, 1)
+
+
+def test_a_step_that_is_taken_again_gets_the_groups_that_it_had():
+    hand = Hand(prompts_per_step=2, max_groups=6, steps=9)
+    hand.play(n=4)
+    first, = [c for c in hand(ev.BatchAsked(1, 1)) if isinstance(c, cm.GiveBatch)]
+    hand.play(n=2)
+    again, = [c for c in hand(ev.ActorJoined(2, 0), ev.BatchAsked(2, 1)) if isinstance(c, cm.GiveBatch)]
+    assert again.groups == first.groups == [1, 2] and len(hand.m.ledger.buffer) == 4
+
+
+def test_an_evaluation_of_a_step_that_was_undone_is_not_due():
+    hand = Hand(n_eval=2, eval=Eval(every=1))
+    hand.play()
+    hand(ev.RolloutLost(0, 'killed'), ev.BatchAsked(1, 1), ev.StepTrained(1, 1, hand.m.issue_version(1, 1)))
+    assert hand.m.evals.due == [[1, 1]]
+    hand(ev.ActorJoined(2, 0))
+    assert hand.m.evals.due == []
+
+
+def test_after_a_restart_nobody_is_known_until_he_says_so():
+    hand = Hand()
+    hand(ev.BatchAsked(1, 1), ev.Restarted())
+    assert not hand.m.fleet.rollouts and hand.m.fleet.newest() is None and hand.m.batches.asked is None
 
 
 def test_a_step_that_was_saved_but_never_reported_counts():
@@ -437,6 +465,9 @@ def test_lost_data_is_generated_again_even_if_it_had_ended():
     assert hand.kinds(out) == ['Abort', 'Forget', 'StartWave'] and sorted(out[1].trajectories) == [1, 2, 3, 4]
     assert hand(ev.GroupScored(score.group, {1: 1., 2: 1.}, leases=dict(zip(score.trajectories, score.leases)))) == []
     assert hand.m.outcomes.stale_answers == 1 and hand.m.ledger.counts()['running'] == 4
+    hand(ev.Progress(0, [1, 2], [2, 2], [3] * 2, ['stop'] * 2)) # the group is being scored again when the old answer comes
+    assert hand(ev.GroupScored(score.group, {1: 1., 2: 1.}, leases=dict(zip(score.trajectories, score.leases)))) == []
+    assert hand.m.outcomes.stale_answers == 2 and hand.m.ledger.groups[score.group].state == 'closed'
 
 
 def test_a_failed_pull_is_tried_again_later_and_by_others_now():
@@ -460,6 +491,14 @@ def test_work_is_shared_and_nobody_starves():
         hand.play()
         hand(ev.BatchAsked(1, step), ev.StepTrained(1, step, hand.m.issue_version(step, 1)))
     assert set(turns.values()) == {10}, turns
+
+
+def test_scarce_work_is_shared_out():
+    "Two permits, two free rollouts that could take both: one each"
+    hand = Hand(rollouts=2, prompts_per_step=4, max_groups=4)
+    hand(ev.Paused())
+    hand.play(lambda c: {} if c.group < 3 else {t: 1. for t in c.trajectories})
+    assert [[p.group for p in w.placements] for w in hand.waves(hand(ev.Resumed()))] == [[5, 5], [6, 6]]
 
 
 def test_a_wave_has_the_newest_version_of_its_own_host():

@@ -20,6 +20,7 @@ class Series:
         "Take an observation in, once"
         if record.seq <= self.seq: return
         self.seq, self.t, e = record.seq, record.t, record.event
+        self.state = 'running' if self.steps or self.state != 'starting' else 'starting' # also after an end: it was resumed
         if isinstance(e, ev.StepDone):
             self.steps.append(e.metrics)
             self.state = 'running'
