@@ -42,8 +42,9 @@ def relay(c: Any, i: int # host
         await c.ready.wait()
         for v in info['versions']: await c.feed(msgspec.convert(v, ev.VersionReady))
         actor = c.supervisor.children['actor/0']
-        if newborn and i == c.plan.actor_host and actor.is_up: await c.publish(actor.handle, *await actor.handle.where.remote())
         c.relays_changed.set()
+        idle = actor.is_up and not c.given # else it will publish a newer version in a moment, by itself
+        if newborn and i == c.plan.actor_host and idle: await c.publish(actor.handle, *await actor.handle.where.remote())
     async def down(reason):
         c.sockets.pop(i, None)
         c.note('warning', f'relay/{i}: {reason}', f'relay/{i}')
@@ -85,9 +86,6 @@ def actor(c: Any) -> Child:
         await c.ready.wait()
         wanted = c.manager.ledger.incarnation + 1
         info = await handle.start.remote(wanted, str(c.dir.checkpoints))
-        while c.plan.actor_host not in c.sockets:
-            c.relays_changed.clear()
-            await c.relays_changed.wait()
         if info['incarnation'] == wanted:
             await c.feed(ev.ActorJoined(wanted, info['step']))
             await c.publish(handle, wanted, info['step'])

@@ -38,6 +38,7 @@ class Coordinator(Shell):
         self.dir = RunDir(plan.run_dir).create(describe(plan))
         self.journal = Journal(self.dir.ledger)
         self.tape = Tape(self.dir.events, header(self.config))
+        self.evals = {(r.event.step, r.event.version) for r in self.tape.all() if isinstance(r.event, ev.EvalDone)}
         self.state, self.reason, self.again = 'starting', '', self.journal.rows(MetaRow) != []
         self.begun, self.ended, self.relays_changed, self.data_there = (asyncio.Event() for _ in range(4))
         self.ready = asyncio.Event() # the manager exists
@@ -84,7 +85,7 @@ async def _raise(self: Coordinator):
     for child in (children.data(self), *(children.relay(self, i) for i in range(len(self.plan.hosts))),
                   *(children.rollout(self, i) for i in range(len(self.plan.rollout_hosts))), children.actor(self)): self.supervisor.tend(child)
     await self.ready.wait()
-    self.state = 'running'
+    self.state = 'paused' if self.manager.paused else 'running'
 
 @patch
 async def _until_ended(self: Coordinator):
@@ -126,7 +127,7 @@ async def publish(self: Coordinator, actor, incarnation: int, step: int):
     "Have the actor publish its present weights under a new number"
     version = self.manager.issue_version(step, incarnation)
     await self.pipeline.commit()
-    await actor.publish.remote(version, self.sockets[self.plan.actor_host][0])
+    await actor.publish.remote(version, await self.actor_socket())
 
 # %% ../nbs/23_coordinator.ipynb #e517d118
 @patch
@@ -181,7 +182,15 @@ async def next_batch(self: Coordinator, incarnation: int, step: int) -> dict | N
     version = self.manager.issue_version(step, incarnation)
     await self.pipeline.commit()
     return dict(step=step, groups=give.groups, trajectories=give.trajectories, version=version,
-                socket=self.sockets.get(self.plan.actor_host, ('',))[0])
+                socket=await self.actor_socket())
+
+@patch
+async def actor_socket(self: Coordinator) -> str:
+    "The relay of the actor's host, as soon as there is one"
+    while self.plan.actor_host not in self.sockets:
+        self.relays_changed.clear()
+        await self.relays_changed.wait()
+    return self.sockets[self.plan.actor_host][0]
 
 @patch
 async def step_done(self: Coordinator, incarnation: int, step: int, version: int, metrics: dict):
@@ -209,15 +218,16 @@ async def cut(self: Coordinator, step: int) -> dict:
 def _carry_out(self: Coordinator, commands: list[cm.Command]):
     score = [c for c in commands if isinstance(c, cm.ScoreGroup)]
     if score:
-        seats = [(c.group, [self._seat(t) for t in c.trajectories]) for c in score]
+        seats = [(c.group, [self._seat(t, lease) for t, lease in zip(c.trajectories, c.leases)]) for c in score if c.group in self.manager.ledger.groups]
         self.data.score.remote(msgspec.msgpack.encode(seats), self.manager.ledger.trained_step)
     for c in commands:
         if not isinstance(c, cm.ScoreGroup): getattr(self, f'_do_{type(c).__name__}')(c)
 
 @patch
-def _seat(self: Coordinator, t: int) -> cm.Placement:
+def _seat(self: Coordinator, t: int, lease: int) -> cm.Placement:
+    "Which answer is meant: the one under this lease, whatever has happened to the trajectory since"
     r = self.manager.ledger.rows[t]
-    return cm.Placement(r.id, r.lease, r.group, r.prompt, r.sample_index, r.kind)
+    return cm.Placement(r.id, lease, r.group, r.prompt, r.sample_index, r.kind)
 
 @patch
 def _child(self: Coordinator, label: str): return self.supervisor.children[label].handle
@@ -255,6 +265,8 @@ def _do_GiveBatch(self: Coordinator, c: cm.GiveBatch):
 
 @patch
 def _do_ReportEval(self: Coordinator, c: cm.ReportEval):
+    if (c.step, c.version) in self.evals: return # told again after a restart
+    self.evals.add((c.step, c.version))
     lengths, accuracy = list(c.lengths.values()) or [0], float(np.mean(list(c.reward.values()) or [0.]))
     self.table.accuracy = accuracy
     self.tape.append('run', ev.EvalDone(c.step, c.version, accuracy, len(c.reward), float(np.median(lengths)), float(np.percentile(lengths, 99))))

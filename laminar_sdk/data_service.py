@@ -83,15 +83,20 @@ async def score(self: DataService, blob: bytes, step: int):
 
 @patch
 async def _score(self: DataService, group: int, seats: list[cm.Placement]):
-    if any((held := self.partial.peek(s.trajectory)) is None or held.lease != s.lease for s in seats): return # void by now: placed again
+    if lost := {s.trajectory: 'tokens_lost' for s in seats if (held := self.partial.peek(s.trajectory)) is None or held.lease != s.lease}:
+        return self._say(ev.GroupScored(group, {}, lost, {}, 'its tokens are not here', {s.trajectory: s.lease for s in seats}), [])
     trajectories = [self._finished(seat) for seat in seats]
     result = await self.pool.score(self._arguments(trajectories))
     for i, t in enumerate(trajectories): t.reward, t.rewards = result.reward[i], {name: v[i] for name, v in result.by_name.items()}
     reward = {t.id: t.reward for i, t in enumerate(trajectories) if i not in result.reasons}
     failed = {trajectories[i].id: reason for i, reason in result.reasons.items()}
-    self.scored.append((ev.GroupScored(group, reward, failed, {t.id: len(t) for t in trajectories}, result.error,
-                                       {t.id: t.lease for t in trajectories}),
-                        [t for t in trajectories if t.id in reward]))
+    self._say(ev.GroupScored(group, reward, failed, {t.id: len(t) for t in trajectories}, result.error, {t.id: t.lease for t in trajectories}),
+              [t for t in trajectories if t.id in reward])
+
+@patch
+def _say(self: DataService, event: ev.GroupScored, trajectories: list[Trajectory]):
+    "To be written down, and then told"
+    self.scored.append((event, trajectories))
     self.due.set()
 
 @patch

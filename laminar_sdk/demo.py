@@ -85,7 +85,7 @@ def run_demo(task: Task,
             run = trainer.fit(pool, task.train, task.reward, name=name, steps=steps or task.steps, prompts_per_step=prompts or task.prompts,
                               sampling=task.sampling, eval=Eval(prompts=task.held_out, every=task.eval_every, sampling=task.sampling), seed=seed,
                               run_dir=str(Path(home or 'runs').absolute()/name))
-            status = run.wait(show=show)
+            status = run._verdict(run._show(show), True)
             figures = summary(run, status) | {'seconds': time.monotonic() - began, 'peak_memory_bytes': watch.peak}
         run.stop()
     finally: cluster.shutdown()

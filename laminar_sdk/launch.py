@@ -54,9 +54,13 @@ def check(self: Launch):
 
 @patch
 def refuse_live(self: Launch):
-    if find(actor_name(self.config.name, 'coordinator')) is not None:
-        raise RunError(f'a run named {self.config.name!r} is alive on this cluster',
-                       f"attach to it: Run.attach(cluster, {self.config.name!r}), end it: run.stop(), or take another name")
+    "A run of that name that has ended lets go of its name; one that is alive keeps it"
+    from laminar_sdk.run import ENDED, Run
+    if find(actor_name(self.config.name, 'coordinator')) is None: return
+    run = Run(self.trainer.cluster, self.config.name)
+    if run.status()['state'] in ENDED: return run.stop()
+    raise RunError(f'a run named {self.config.name!r} is alive on this cluster',
+                   f"attach to it: Run.attach(cluster, {self.config.name!r}), end it: run.stop(), or take another name")
 
 # %% ../nbs/05_launch.ipynb #4ff160c6
 @patch

@@ -6,7 +6,7 @@
 __all__ = ['ENDED', 'Run']
 
 # %% ../nbs/06_run.ipynb #d8503ae5
-import asyncio, time
+import asyncio, sys, time
 from pathlib import Path
 from typing import Any
 
@@ -143,16 +143,52 @@ def wait(self: Run,
          show: bool = True, # print a row a step
          check: bool = True # raise when the run failed
         ) -> dict: # the last status
-    "Wait for the end; Ctrl-C leaves the run running"
+    "Wait for the end; Ctrl-C leaves the run running, and says how to come back"
+    try: return self._verdict(self._show(show), check)
+    except KeyboardInterrupt:
+        print(f'run {self.name!r} goes on. Come back: Run.attach(cluster, {self.name!r}).wait() or laminar status {self.name}{_at(self.cluster)}. '
+              f'End it: run.stop() or laminar stop {self.name}{_at(self.cluster)}', file=sys.stderr)
+        raise
+
+@patch
+def _show(self: Run, show: bool) -> dict:
     from laminar_sdk.notebook.terminal import Follower
     with Follower(self.name, show) as follower:
         for record in self.follow(): follower.on(record)
-    s = self.status()
+    return self.status()
+
+@patch
+def _verdict(self: Run, s: dict, check: bool) -> dict:
     if check and s['state'] == 'failed': raise RunError(f'run {self.name!r} failed: {s["reason"]}', f'its directory is {s["run_dir"]}')
     return s
 
+def _at(cluster) -> str: # for the command line
+    name = cluster.record.name if cluster.record else cluster.address
+    return '' if name == 'default' else f' --cluster {name}'
+
+# %% ../nbs/06_run.ipynb #3fa68388
 @patch
-def __await__(self: Run): return asyncio.to_thread(self.wait, False).__await__()
+def __await__(self: Run): return self._ended().__await__()
+
+@patch
+async def _ended(self: Run) -> dict: # the last status
+    since = 0
+    while True:
+        for r in ev.decode_records(await self._ask_gently('events', since, 1000, 5.)):
+            since = r.seq
+            if isinstance(r.event, ev.RunEnded) and (s := await self._ask_gently('status'))['state'] in ENDED: return self._verdict(s, True)
+
+@patch
+async def _ask_gently(self: Run, method: str, *args, timeout_s: float = 60.):
+    "`_ask` for the caller's event loop; shielded, since a cancelled future would disturb Ray's client"
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            handle = await asyncio.to_thread(lambda: self.coordinator)
+            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(getattr(handle, method).remote(*args).future())), timeout_s)
+        except Exception as e:
+            if not is_death(e) or time.monotonic() > deadline: raise
+        await asyncio.sleep(.2) # it is being restarted
 
 # %% ../nbs/06_run.ipynb #4006d5c2
 @patch

@@ -88,7 +88,7 @@ async def _loop(self: ActorShell):
         async with self.lock:
             metrics = await asyncio.to_thread(self.worker.step, trajectories)
             self.step = batch['step']
-            published = await asyncio.to_thread(self._publish, batch['version'], batch['socket'])
+            published = await self._publish_somewhere(batch['version'], batch['socket'])
         await self.coordinator.ask('step_done', self.incarnation, self.step, batch['version'], metrics | published | {'wait_s': waited})
         if self._due(): await self._checkpoint()
     await self.over.wait()
@@ -96,7 +96,19 @@ async def _loop(self: ActorShell):
 @patch
 async def publish(self: ActorShell, version: int, socket: str):
     "Publish the present weights, between steps"
-    async with self.lock: await asyncio.to_thread(self._publish, version, socket)
+    async with self.lock: await self._publish_somewhere(version, socket)
+
+@patch
+async def _publish_somewhere(self: ActorShell, version: int, socket: str) -> dict:
+    "Publish; if the relay of this host has just died, into its successor"
+    from laminar_sdk.core.errors import ClusterError
+    for _ in range(5):
+        try: return await asyncio.to_thread(self._publish, version, socket)
+        except ClusterError as e:
+            error, self.socket = e, None
+            await asyncio.sleep(.5)
+            socket = await self.coordinator.ask('actor_socket')
+    raise error
 
 @patch
 def _publish(self: ActorShell, version: int, socket: str) -> dict:

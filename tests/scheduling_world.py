@@ -6,7 +6,8 @@ import msgspec
 from laminar_sdk.core import events as ev
 from laminar_sdk.core.config import Eval, GRPO, RunConfig
 from laminar_sdk.scheduling import commands as cm
-from laminar_sdk.scheduling.ledger import KEYS, Ledger
+from laminar_sdk.scheduling.books import KEYS
+from laminar_sdk.scheduling.ledger import Ledger
 from laminar_sdk.scheduling.manager import RolloutManager
 
 

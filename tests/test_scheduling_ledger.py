@@ -6,7 +6,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from laminar_sdk.core.errors import IntegrityError, RunError
 from laminar_sdk.core.types import STATES
 from laminar_sdk.scheduling.books import NEXT, TrajectoryRow
-from laminar_sdk.scheduling.ledger import KEYS, Ledger
+from laminar_sdk.scheduling.books import KEYS
+from laminar_sdk.scheduling.ledger import Ledger
 
 
 def into(journal: dict, rows):

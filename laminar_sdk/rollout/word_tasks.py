@@ -8,7 +8,7 @@ __all__ = ['ASK', 'PATIENCE', 'final_answer', 'final_number', 'gsm8k', 'gsm8k_re
 # %% ../../nbs/rollout/11_word_tasks.ipynb #d1c487bf
 import json
 import re
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Iterator
@@ -89,12 +89,16 @@ PATIENCE = 1000 # problems looked at in a row without a fit
 
 def _entries(name, settings, seed, split) -> Iterator[tuple[int, dict]]:
     "Entries of one kind and split that can be scored, with their positions"
-    kind, last = _kind(name, settings, seed), 0
+    kind, seen, last = _kind(name, settings, seed), set(), 0
     for item in range(10**6):
         entry = kind[item]
-        if split_of(entry['question']) == split and _full_score(kind, entry, entry['answer']): yield (last := item), entry
+        new = split == 'train' or entry['question'] not in seen
+        if new and split_of(entry['question']) == split and _full_score(kind, entry, entry['answer']):
+            seen.add(entry['question'])
+            yield (last := item), entry
         if item - last > PATIENCE:
-            raise ConfigError(f'{name} with {settings} gave no problem for split={split!r} that its own answer solves, in {PATIENCE}', 'use another kind, or settings with more variety')
+            raise ConfigError(f'{name} with {settings} has only {len(seen)} different problems for split={split!r} (looked at {item})',
+                              'ask for fewer, use settings with more variety, or another kind')
 
 def reasoning_gym(kinds: str | list[str] | dict[str, dict], # names, or names with settings
                   n: int, # problems, of all kinds in turn

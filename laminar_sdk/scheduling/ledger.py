@@ -12,7 +12,7 @@ from fastcore.basics import patch
 
 from ..core.errors import IntegrityError, RunError
 from .audit import audit
-from .books import KEYS, KINDS, Books, GroupRow, MetaRow, StepRow, TrajectoryRow, VersionRow
+from .books import Books, GroupRow, StepRow, TrajectoryRow, VersionRow
 
 # %% ../../nbs/scheduling/03_ledger.ipynb #16b0ba84
 class Ledger(Books):

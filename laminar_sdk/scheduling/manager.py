@@ -14,7 +14,7 @@ from ..core import events as ev
 from ..core.config import RunConfig
 from ..core.errors import RunError
 from .batches import Batches
-from .commands import Abort, Command, EndRun, Forget
+from .commands import Abort, Command, EndRun
 from .dispatch import Dispatch
 from .evaluation import Evaluations
 from .fleet import Fleet, Rollout

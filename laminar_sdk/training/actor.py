@@ -17,7 +17,6 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from ..core.config import GRPO
-from ..core.errors import ConfigError
 from ..core.types import Trajectory
 from ..learning.batching import balanced_microbatches
 from ..learning.losses import clipped_surrogate, log_ratio, token_logprobs, token_mean, token_stats

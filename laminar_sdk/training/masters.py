@@ -7,7 +7,7 @@ __all__ = ['DTYPES', 'Masters', 'round_', 'collect', 'clear']
 
 # %% ../../nbs/training/01_masters.ipynb #1d92b1a8
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 # %% ../../nbs/training/01_masters.ipynb #39ecc0b0
 DTYPES = dict(bfloat16=torch.bfloat16, float16=torch.float16, float32=torch.float32)

@@ -178,7 +178,8 @@ def random_policy(symbols: str = '0123456789+-*=;# ', # one token each, behind <
     t.pre_tokenizer, t.decoder = pre_tokenizers.Split(Regex('.'), 'isolated'), decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=t, pad_token='<pad>', eos_token='<eos>')
     config = Qwen2Config(vocab_size=len(vocab), hidden_size=hidden, intermediate_size=2*hidden, num_hidden_layers=layers, num_attention_heads=heads,
-                         num_key_value_heads=heads, max_position_embeddings=max_length, tie_word_embeddings=True, eos_token_id=1, pad_token_id=0, bos_token_id=None)
+                         num_key_value_heads=heads, max_position_embeddings=max_length, tie_word_embeddings=True,
+                         eos_token_id=1, pad_token_id=0, bos_token_id=None)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Policy(Qwen2ForCausalLM(config), tokenizer)

@@ -9,7 +9,7 @@ __all__ = ['DTYPE_BYTES', 'TensorSpec', 'dtype_name', 'Layout', 'checksum', 'Man
 import math
 import msgspec
 from typing import Any, Mapping
-from xxhash import xxh3_64, xxh3_64_hexdigest
+from xxhash import xxh3_64_hexdigest
 from ..core.errors import ConfigError, IntegrityError
 
 # %% ../../nbs/weights/00_layout.ipynb #412732e7

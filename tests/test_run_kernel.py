@@ -1,0 +1,199 @@
+"""A run and the kernel that started it: interrupted, restarted, shut down, run again. Jupyter's own ways of doing it, emulated engines.
+
+`kill -9` of a kernel's pid proves little: Jupyter signals the whole process group.
+"""
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+
+import pytest
+
+from test_run import cluster, finish, model, running, start, until # noqa: F401 (fixtures)
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
+ROOT = Path(__file__).parent.parent
+
+
+class Kernel:
+    "A Jupyter kernel and a client of it"
+
+    def __init__(self, folder):
+        from jupyter_client import KernelManager
+        self.manager = KernelManager()
+        self.manager.start_kernel(cwd=str(folder))
+        self.connect()
+
+    def connect(self):
+        self.client = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(60)
+
+    def send(self, code: str) -> str: return self.client.execute(code)
+
+    def busy(self, cell: str): # the cell has begun
+        self._await(self.client.get_iopub_msg, cell, 60, lambda m: m['msg_type'] == 'execute_input')
+
+    def reply(self, cell: str, timeout: float = 60) -> dict: return self._await(self.client.get_shell_msg, cell, timeout)['content']
+
+    def _await(self, get, cell, timeout, wanted=lambda m: True):
+        deadline = time.monotonic() + timeout
+        while True:
+            m = get(timeout=max(deadline - time.monotonic(), .01))
+            if m['parent_header'].get('msg_id') == cell and wanted(m): return m
+
+    def run(self, code: str, timeout: float = 60):
+        "Run a cell that must work"
+        answer = self.reply(self.send(code), timeout)
+        assert answer['status'] == 'ok', '\n'.join(answer.get('traceback', ['']))
+
+    def value(self, expression: str):
+        "What an expression is in the kernel"
+        answer = self.reply(self.client.execute('', user_expressions={'x': f'__import__("json").dumps({expression})'}))
+        x = answer['user_expressions']['x']
+        assert x['status'] == 'ok', x
+        return json.loads(eval(x['data']['text/plain']))
+
+    def click(self, button: str):
+        "What the browser sends when a widget's button is clicked"
+        content = dict(comm_id=self.value(f'{button}.model_id'), data=dict(method='custom', content=dict(event='click')))
+        self.client.shell_channel.send(self.client.session.msg('comm_msg', content))
+
+    def restart(self):
+        self.client.stop_channels()
+        self.manager.restart_kernel(now=True)
+        self.connect()
+
+    def end(self):
+        self.client.stop_channels()
+        if self.manager.has_kernel: self.manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture
+def kernel(tmp_path, laminar_home):
+    k = Kernel(tmp_path)
+    yield k
+    k.end()
+
+
+def cells(model, folder, name, steps):
+    "A small notebook: cluster, objects, start"
+    return [f'''
+from laminar_sdk.all import *
+cluster = Cluster.local('runs', hosts=2)
+''', f'''
+relays = RelayTier(cluster, keep=4)
+pool = RolloutPool(cluster, {model!r}, relays, replicas=2, max_model_len=64, max_running=8, engine='emulated', step_s=.005)
+trainer = Trainer(cluster, {model!r}, relays, GRPO(group_size=2, lr=1e-3))
+''', '''
+def length(completions, **kw): return [len(c) / 100 for c in completions]
+''', f'''
+run = trainer.fit(pool, [dict(prompt=f'{{a}}+{{b}}=') for a in range(5) for b in range(5)], length, name={name!r}, steps={steps},
+                  prompts_per_step=2, sampling=Sampling(max_tokens=40), checkpoint=2, run_dir={str(folder/name)!r})
+''']
+
+
+def goes_on(run):
+    "Two more steps than now"
+    assert running(run, run.status()['step'] + 2)['state'] == 'running'
+
+
+def test_interrupt_restart_and_shutdown_of_the_kernel(cluster, model, tmp_path, kernel):
+    from laminar_sdk.run import Run
+    for cell in cells(model, tmp_path, 'kernel', 1_000_000): kernel.run(cell)
+    run = Run.attach(cluster, 'kernel')
+    running(run, 1)
+
+    waiting = kernel.send('run.wait(show=False)')
+    kernel.busy(waiting)
+    time.sleep(.5)
+    kernel.manager.interrupt_kernel()
+    assert kernel.reply(waiting, 20)['ename'] == 'KeyboardInterrupt'
+    goes_on(run)
+
+    kernel.run('''
+import asyncio, ipywidgets, pathlib
+button = ipywidgets.Button()
+button.on_click(lambda _: pathlib.Path('clicked').touch())
+async def tick():
+    while True: ticks.append(0); await asyncio.sleep(.05)
+ticks = []; ticking = asyncio.create_task(tick())
+''')
+    id_ = kernel.value('button.model_id')
+    waiting = kernel.send('await run')
+    kernel.busy(waiting)
+    time.sleep(.5)
+    kernel.client.shell_channel.send(kernel.client.session.msg('comm_msg', dict(comm_id=id_, data=dict(method='custom', content=dict(event='click')))))
+    until((tmp_path/'clicked').exists, 20) # the kernel answers a button while the cell waits
+    kernel.manager.interrupt_kernel()
+    assert kernel.reply(waiting, 20)['ename'] in ('CancelledError', 'KeyboardInterrupt')
+    assert kernel.value('len(ticks)') > 5
+    goes_on(run)
+
+    kernel.run("run.stop\nview = run.dashboard()\nview")
+    kernel.restart()
+    goes_on(run)
+    kernel.run("from laminar_sdk.all import *\ncluster = Cluster.local('runs')\nrun = Run.attach(cluster, 'kernel')\nview = run.dashboard()\nview")
+    until(lambda: kernel.value('len(view.series.steps)') > 0)
+    assert kernel.value("run.status()['state']") == 'running'
+    kernel.run('run.stop()')
+    until(lambda: kernel.value('view.series.state') == 'stopped' or not kernel.value('view.thread.is_alive()'))
+
+    for cell in cells(model, tmp_path, 'end', 60): kernel.run(cell)
+    kernel.manager.shutdown_kernel(now=True)
+    run = Run.attach(cluster, 'end')
+    assert run.status()['state'] in ('starting', 'running')
+    _, counts, _ = finish(run)
+    assert counts['train']['trained'] == 60 * 2 * 2
+    from laminar_sdk.shells import names
+    assert names('end/') == names('kernel/') == []
+
+
+def test_all_cells_twice(cluster, model, tmp_path, kernel):
+    notebook = [*cells(model, tmp_path, 'twice', 3), 'view = run.dashboard()\nview', 'await run', 'last = run.status(); steps = len(run.history())']
+    for time_ in (1, 2):
+        for cell in notebook: kernel.run(cell)
+        assert kernel.value("last['state'], last['step'], steps") == ['done', 3, 3]
+        assert Path(kernel.value("last['run_dir']")).name == {1: 'twice', 2: 'twice-2'}[time_]
+    assert kernel.value('view.series.state') == 'done'
+
+    *before, fit = cells(model, tmp_path, 'busy', 1_000_000)
+    kernel.run(fit)
+    again = kernel.reply(kernel.send(fit))
+    assert again['ename'] == 'RunError' and 'Run.attach' in again['evalue'], again
+
+    waiting = kernel.send('await run')
+    kernel.busy(waiting)
+    time.sleep(.5)
+    kernel.manager.interrupt_kernel()
+    kernel.reply(waiting, 20)
+    kernel.client.shutdown() # the polite way: it waits for every thread that is no daemon
+    until(lambda: not kernel.manager.is_alive(), 20)
+    from laminar_sdk.run import Run
+    run = Run.attach(cluster, 'busy')
+    goes_on(run)
+    run.stop()
+    Run(cluster, 'twice').close()
+
+
+def test_ctrl_c_in_a_terminal_leaves_the_run_and_says_how_to_come_back(cluster, model, tmp_path):
+    run = start(cluster, model, tmp_path, 'left', steps=1_000_000)
+    code = "from laminar_sdk.all import *; Run.attach(Cluster.local('runs'), 'left').wait()"
+    script = subprocess.Popen([sys.executable, '-u', '-c', code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert 'reward' in until(lambda: next((line for line in script.stdout if 'reward' in line), ''))
+    script.send_signal(signal.SIGINT)
+    _, said = script.communicate(timeout=20)
+    assert script.returncode == -signal.SIGINT and "Run.attach(cluster, 'left')" in said and 'laminar stop left --cluster runs' in said, said
+    goes_on(run)
+    run.stop()
+
+
+@pytest.mark.long
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+def test_the_first_tutorial_twice_in_one_kernel(laminar_home, tmp_path, kernel):
+    book = json.loads((ROOT/'tutorials'/'01_first_run.ipynb').read_text())
+    code = [c for c in book['cells'] if c['cell_type'] == 'code']
+    sources = ['steps = 3\nprompts_per_step = 4\nseed = 0' if 'parameters' in c['metadata'].get('tags', []) else ''.join(c['source']) for c in code]
+    assert any(s.startswith('steps = 3') for s in sources)
+    for _ in range(2):
+        for source in sources: kernel.run(source, timeout=300)
+        assert kernel.value('len(history)') == 3
