@@ -11,7 +11,8 @@ from laminar_sdk.core.events import PullFailed, Refused, WaveStarted
 from laminar_sdk.core.types import Trajectory
 from laminar_sdk.rollout.emulated import EmulatedEngine, random_answer
 from laminar_sdk.rollout.engine import Engine, EngineDead, GenerationRequest, LoadReport
-from laminar_sdk.rollout.worker import Assignment, RolloutWorker, decode_report, encode_report, report_interval
+from laminar_sdk.rollout.reports import Assignment, decode_report, encode_report
+from laminar_sdk.rollout.worker import RolloutWorker, report_interval
 
 
 class Held(EmulatedEngine):
