@@ -34,7 +34,7 @@ _OWN = ('launch', 'actor', 'engine', 'keep_versions') # may differ between two s
 def choose_folder(plan: Any # `pipeline.Plan`; `run_dir` is the folder that is wished for
                  ) -> Path:
     "The first folder of `name`, `name-2`, `name-3` … that is free, ours, or to be gone on with"
-    want, mine = Path(plan.run_dir), describe(plan)
+    want, mine = Path(plan.run_dir).expanduser().absolute(), describe(plan)
     for i in count(1):
         folder = want if i == 1 else want.with_name(f'{want.name}-{i}')
         if not (file := folder/'config.json').exists(): return folder

@@ -78,7 +78,9 @@ def arrow(self: Launch, name: str, prompts, template) -> bytes:
 @patch
 def plan(self: Launch, files: dict[str, bytes]) -> Plan:
     pool, trainer, hosts = self.pool, self.trainer, self.trainer.cluster.hosts
-    return Plan(config=self.config, run_dir=str(Path(self.run_dir or Path('runs')/self.config.name).absolute()), hosts=hosts, engine=pool.engine,
+    here = trainer.cluster.mine # a cluster on this machine: `runs/` of this folder; elsewhere the head's home
+    folder = self.run_dir or (Path('runs').absolute() if here else Path('~/laminar/runs'))/self.config.name
+    return Plan(config=self.config, run_dir=str(folder), hosts=hosts, engine=pool.engine,
                 rollout_hosts=pool.place(trainer.gpus), actor=dict(threads=trainer.threads, gpus=trainer.gpus),
                 keep_versions=trainer.relays.keep, secret=secrets.token_bytes(32), launch=secrets.token_hex(8), resume=self.resume,
                 files={p: hashlib.sha256(b).hexdigest() for p, b in files.items() if p.startswith('prompts')})

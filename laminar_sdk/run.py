@@ -26,13 +26,13 @@ class _OnBoth:
 ENDED = ('done', 'stopped', 'failed')
 
 class Run:
-    "A run by its name; cheap to make, holds nothing"
+    "A run by its name; cheap to make, holds nothing but the views that it made"
 
     def __init__(self,
                  cluster: Any, # `Cluster`
                  name: str # of the run
                 ):
-        self.cluster, self.name = cluster, name
+        self.cluster, self.name, self.views = cluster, name, []
 
     @property
     def coordinator(self):
@@ -104,6 +104,7 @@ def stop(self: Run):
     "End the run and give everything back: actors, shared memory, ports"
     try: self._ask('stop', 'run.stop()')
     except MissingError: pass # it is over already: only leftovers are cleared
+    self._settle()
     self.close()
 
 @patch
@@ -155,7 +156,14 @@ def _show(self: Run, show: bool) -> dict:
     from laminar_sdk.notebook.terminal import Follower
     with Follower(self.name, show) as follower:
         for record in self.follow(): follower.on(record)
+    self._settle()
     return self.status()
+
+@patch
+def _settle(self: Run):
+    "Give the views a moment to show the end, before a next cell takes the run or its cluster away"
+    for view in self.views: view.thread.join(5)
+    self.views.clear()
 
 @patch
 def _verdict(self: Run, s: dict, check: bool) -> dict:
@@ -176,18 +184,22 @@ async def _ended(self: Run) -> dict: # the last status
     while True:
         for r in ev.decode_records(await self._ask_gently('events', since, 1000, 5.)):
             since = r.seq
-            if isinstance(r.event, ev.RunEnded) and (s := await self._ask_gently('status'))['state'] in ENDED: return self._verdict(s, True)
+            if isinstance(r.event, ev.RunEnded) and (s := await self._ask_gently('status'))['state'] in ENDED:
+                await asyncio.to_thread(self._settle)
+                return self._verdict(s, True)
 
 @patch
 async def _ask_gently(self: Run, method: str, *args, timeout_s: float = 60.):
-    "`_ask` for the caller's event loop; shielded, since a cancelled future would disturb Ray's client"
+    "`_ask` for the caller's event loop"
     deadline = time.monotonic() + timeout_s
     while True:
-        try:
-            handle = await asyncio.to_thread(lambda: self.coordinator)
-            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(getattr(handle, method).remote(*args).future())), timeout_s)
-        except Exception as e:
-            if not is_death(e) or time.monotonic() > deadline: raise
+        handle = await asyncio.to_thread(lambda: self.coordinator)
+        answer = asyncio.wrap_future(getattr(handle, method).remote(*args).future())
+        while not answer.done() and time.monotonic() < deadline:
+            await asyncio.wait([answer], timeout=.2) # Jupyter's interrupt takes effect when the loop wakes next
+        if not answer.done(): raise TimeoutError(f'run {self.name!r} did not answer {method!r} within {timeout_s:.0f} s')
+        if (e := answer.exception()) is None: return answer.result()
+        if not is_death(e) or time.monotonic() > deadline: raise e
         await asyncio.sleep(.2) # it is being restarted
 
 # %% ../nbs/06_run.ipynb #4006d5c2
@@ -222,7 +234,8 @@ def logs(self: Run, what: str = 'reward', tail: int = 50) -> list[str]:
 def dashboard(self: Run):
     "Live widgets: reward, lengths, staleness"
     from laminar_sdk.notebook.dashboard import Dashboard
-    return Dashboard(self)
+    self.views.append(view := Dashboard(self))
+    return view
 
 @patch(cls_method=True)
 def load(cls: Run, path: str): # a `PastRun`

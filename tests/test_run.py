@@ -1,6 +1,6 @@
 """A whole run with emulated engines: real Ray, real relays, real actor, real processes killed with -9; only tokens are random.
 
-One embedded cluster serves the file. Each test has a run of its own.
+The session's embedded cluster serves the file. Each test has a run of its own.
 """
 import os, random, signal, subprocess, sys, time
 from pathlib import Path
@@ -24,14 +24,6 @@ def model(tmp_path_factory):
     p.model.save_pretrained(folder)
     p.tokenizer.save_pretrained(folder)
     return str(folder)
-
-
-@pytest.fixture(scope='module')
-def cluster(laminar_home):
-    from laminar_sdk.cluster import Cluster
-    c = Cluster.local('runs', hosts=2)
-    yield c
-    c.shutdown()
 
 
 def length(completions, **kw): return [len(c) / 100 for c in completions]
@@ -214,7 +206,7 @@ def test_stopped_then_resumed_from_its_folder(cluster, model, tmp_path):
 def test_attach_from_another_process(cluster, model, tmp_path):
     run = start(cluster, model, tmp_path, 'far', steps=1000)
     running(run, 1)
-    code = ("from laminar_sdk.all import *; c = Cluster.local('runs'); r = Run.attach(c, 'far'); "
+    code = ("from laminar_sdk.all import *; c = Cluster.local(); r = Run.attach(c, 'far'); "
             "print(r.status()['state'], [x.name for x in Run.list(c)]); r.stop()")
     said = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=100)
     assert "running ['far']" in said.stdout, said.stdout + said.stderr

@@ -41,7 +41,7 @@ BLUE, ORANGE, GREEN, RED, GREY = '#0072B2', '#E69F00', '#009E73', '#D55E00', '#9
 TITLES = ('reward and held-out accuracy', 'response length (tokens)', 'staleness at consumption (versions)', 'tokens per second')
 TRACES = ( # chart, name, figure, style
     (0, 'reward', 'reward', dict(line=dict(color=BLUE))), (0, 'held-out', None, dict(mode='markers+lines', line=dict(color=ORANGE, dash='dot'), marker=dict(size=9))),
-    (1, 'p10', 'length_p10', dict(line=dict(color=GREY, width=1))), (1, 'p90', 'length_p90', dict(line=dict(color=GREY, width=1), fill='tonexty')),
+    (1, 'p10', 'length_p10', dict(line=dict(color=GREY, width=1))), (1, 'p90', 'length_p90', dict(line=dict(color=GREY, width=1), fill='tonexty', fillcolor='#eeeeee')),
     (1, 'median', 'length_median', dict(line=dict(color=BLUE))), (1, 'p99', 'length_p99', dict(line=dict(color=RED))),
     (2, 'mean', 'staleness_mean', dict(line=dict(color=BLUE))), (2, 'max', 'staleness_max', dict(line=dict(color=RED, shape='hv'))),
     (3, 'generated', 'gen_tokens_per_s', dict(line=dict(color=GREEN))), (3, 'trained', 'tokens_per_s', dict(line=dict(color=ORANGE))))
@@ -67,10 +67,16 @@ def figure(series: Series,
     "The four charts"
     import plotly.graph_objects as go
     from plotly.subplots import make_subplots
-    fig = make_subplots(rows=2, cols=2, subplot_titles=TITLES, vertical_spacing=.16, horizontal_spacing=.07)
+    fig = make_subplots(rows=2, cols=2, subplot_titles=TITLES, vertical_spacing=.2, horizontal_spacing=.07)
+    fig.update_annotations(xanchor='left', yshift=20, font_size=14) # titles at the left, a key of its own under each
+    for i, title in enumerate(fig.layout.annotations):
+        left, _ = fig.layout['xaxis' + (str(i + 1) if i else '')].domain
+        title.x = left
+        fig.update_layout({f'legend{i + 1 if i else ""}': dict(orientation='h', x=left, y=title.y, xanchor='left', yanchor='bottom', bgcolor='rgba(0,0,0,0)')})
     for (chart, name, _, style), (x, y) in zip(TRACES, values(series)):
-        fig.add_trace(go.Scatter(x=x, y=y, name=name, **({'mode': 'lines'} | style)), row=chart // 2 + 1, col=chart % 2 + 1)
-    fig.update_layout(height=520, margin=dict(l=40, r=10, t=40, b=30), legend=dict(orientation='h', y=-.08), template='plotly_white')
+        key = f'legend{chart + 1 if chart else ""}'
+        fig.add_trace(go.Scatter(x=x, y=y, name=name, legend=key, **({'mode': 'lines'} | style)), row=chart // 2 + 1, col=chart % 2 + 1)
+    fig.update_layout(height=560, width=960, margin=dict(l=45, r=15, t=62, b=40), template='plotly_white', hovermode='x unified')
     fig.update_xaxes(title_text='step', title_standoff=4)
     fig.update_yaxes(rangemode='tozero')
     return go.FigureWidget(fig) if widget else fig

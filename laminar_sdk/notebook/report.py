@@ -19,15 +19,17 @@ from .charts import Series, figure, headline, notices
 COLUMNS = ('step', 'reward', 'accuracy', 'staleness_mean', 'staleness_max', 'gen_tokens_per_s', 'tokens_per_s', 'length_median', 'length_p99',
            'loss', 'grad_norm', 'publish_stall_s')
 
-def _cell(v) -> str: return '–' if v is None else f'{v:.4g}' if isinstance(v, float) else escape(str(v))
+def _cell(v) -> str: return '–' if v is None else escape(str(v)) if not isinstance(v, float) else f'{v:,.0f}' if abs(v) >= 1000 else f'{v:.4g}'
 
 def step_table(series: Series) -> str: # HTML
     "The steps as a table"
-    head = ''.join(f'<th>{c}</th>' for c in COLUMNS)
+    head = ''.join(f'<th>{c.replace("_", " ")}</th>' for c in COLUMNS)
     rows = (''.join(f'<td>{_cell(m.get(c))}</td>' for c in COLUMNS) for m in series.steps)
     return f'<table><tr>{head}</tr>' + ''.join(f'<tr>{r}</tr>' for r in rows) + '</table>'
 
-_STYLE = 'body{font-family:sans-serif;max-width:1100px;margin:2em auto}td,th{padding:2px 8px;text-align:right;font-variant-numeric:tabular-nums}'
+_STYLE = ('body{font-family:sans-serif;max-width:1100px;margin:2em auto}'
+          'table{font-size:13px;border-collapse:collapse}td,th{padding:2px 8px;text-align:right;font-variant-numeric:tabular-nums;vertical-align:bottom}'
+          'tr{border-bottom:1px solid #eee}')
 
 def html(name: str, config: dict, records: Iterable[ev.Record]) -> str:
     "The whole page"

@@ -51,6 +51,7 @@ def _key(curves) -> str:
 
 def _curve(style: dict, points: list[tuple[float, float]]) -> str:
     colour, look = _look(style)
+    if style.get('line', {}).get('shape') == 'hv': points = [p for (x, y), (_, before) in zip(points, points[:1] + points) for p in ((x, before), (x, y))]
     dots = points if 'markers' in style.get('mode', '') or len(points) == 1 else []
     path = 'L'.join(f'{x:.1f} {y:.1f}' for x, y in points)
     line = f'<path d="M{path}" fill="none" stroke="{colour}" {look}/>' if len(points) > 1 else ''
