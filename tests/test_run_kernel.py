@@ -133,12 +133,12 @@ button.on_click(lambda _: pathlib.Path('clicked').touch())
     kernel.run('run.stop()')
     until(lambda: kernel.value('view.series.state') == 'stopped' or not kernel.value('view.thread.is_alive()'))
 
-    for cell in cells(model, tmp_path, 'end', 60): kernel.run(cell)
+    for cell in cells(model, tmp_path, 'end', 40): kernel.run(cell)
     kernel.manager.shutdown_kernel(now=True)
     run = Run.attach(cluster, 'end')
     assert run.status()['state'] in ('starting', 'running')
     _, counts, _ = finish(run)
-    assert counts['train']['trained'] == 60 * 2 * 2
+    assert counts['train']['trained'] == 40 * 2 * 2
     from laminar_sdk.shells import names
     assert names('end/') == names('kernel/') == []
 
@@ -177,7 +177,7 @@ def test_ctrl_c_in_a_terminal_leaves_the_run_and_says_how_to_come_back(cluster, 
     assert 'reward' in until(lambda: next((line for line in script.stdout if 'reward' in line), ''))
     script.send_signal(signal.SIGINT)
     _, said = script.communicate(timeout=20)
-    assert script.returncode == -signal.SIGINT and "Run.attach(cluster, 'left')" in said and 'laminar stop left' in said, said
+    assert 'KeyboardInterrupt' in said and script.returncode and "Run.attach(cluster, 'left')" in said and 'laminar stop left' in said, said
     goes_on(run)
     run.stop()
 

@@ -61,7 +61,9 @@ class Dashboard:
         with self.lock:
             self.frozen = True
             for handle in self.handles: handle.update(self.snapshot(), raw=True)
-        for widget in (self.head, self.figure, self.foot, self.box): widget.close()
+        self.foot.value = picture(self.run.name, self.series, self.steps) # for a page that was reloaded: it has lost the handle
+        self.box.children = [self.foot]
+        for widget in (self.head, self.figure): widget.close()
 
     def snapshot(self) -> dict[str, str]: # by MIME type
         "The present state as a picture, which needs no kernel"

@@ -37,16 +37,19 @@ def chart(i: int, # which of `TITLES`
     px = lambda x: LEFT + (WIDTH - LEFT - 14) * x / right
     py = lambda y: HEIGHT - 26 - (HEIGHT - 26 - TOP) * (y - grid[0]) / (grid[-1] - grid[0])
     text = [f'<text x="{LEFT}" y="16" font-weight="bold">{escape(TITLES[i])}</text>', _key(curves)]
-    lines = [f'<path d="M{LEFT} {py(v):.1f}H{WIDTH - 14}" stroke="#e4e4e4"/><text x="{LEFT - 6}" y="{py(v) + 4:.1f}" text-anchor="end">{_label(v)}</text>' for v in grid]
+    lines = [f'<path d="M{LEFT} {py(v):.1f}H{WIDTH - 14}" stroke="#e4e4e4"/><text x="{LEFT - 6}" y="{py(v) + 4:.1f}" text-anchor="end">{_label(v)}</text>'
+             for v in grid]
     steps = [f'<text x="{px(v):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{_label(v)}</text>' for v in ticks(right) if v <= right and v == int(v)]
-    return ''.join([*text, *lines, *steps, *(_curve(style, [(px(x), py(y)) for x, y in zip(*thin(xs, ys, 400)) if math.isfinite(y)]) for _, style, xs, ys in curves)])
+    drawn = [_curve(style, [(px(x), py(y)) for x, y in zip(*thin(xs, ys, 400)) if math.isfinite(y)]) for _, style, xs, ys in curves]
+    return ''.join([*text, *lines, *steps, *drawn])
 
 def _look(style: dict) -> tuple[str, str]: # colour, further attributes
     line = style.get('line', {})
     return line.get('color', BLUE), f'stroke-width="{line.get("width", 2)}"' + (' stroke-dasharray="3 4"' if 'dash' in line else '')
 
 def _key(curves) -> str:
-    parts = ''.join(f'<tspan dx="{10 if n else 0}" fill="{_look(style)[0]}">● <tspan fill="#444">{escape(name)}</tspan></tspan>' for n, (name, style, *_) in enumerate(curves))
+    parts = ''.join(f'<tspan dx="{10 if n else 0}" fill="{_look(style)[0]}">● <tspan fill="#444">{escape(name)}</tspan></tspan>'
+                    for n, (name, style, *_) in enumerate(curves))
     return f'<text x="{LEFT}" y="33" font-size="11">{parts}</text>'
 
 def _curve(style: dict, points: list[tuple[float, float]]) -> str:
@@ -64,7 +67,8 @@ def picture(name: str, # of the run
     curves = [(chart, name, style, x, y) for (chart, name, _, style), (x, y) in zip(TRACES, values(series))]
     charts = [f'<g transform="translate({i % 2 * WIDTH},{30 + i // 2 * (HEIGHT + 14)})">{chart(i, [c[1:] for c in curves if c[0] == i])}</g>' for i in range(4)]
     bottom = 30 + 2 * (HEIGHT + 14)
-    said = [f'<text x="10" y="{bottom + 18 + 16 * i}" font-size="11" fill="#444">{t:.0f} s  {_plain(escape(e.text[:150]))}</text>' for i, (t, e) in enumerate(series.notices[-3:])]
+    said = [f'<text x="10" y="{bottom + 18 + 16 * i}" font-size="11" fill="#444">{t:.0f} s  {_plain(escape(e.text[:150]))}</text>'
+            for i, (t, e) in enumerate(series.notices[-3:])]
     height = bottom + 12 + 16 * len(said)
     top = escape(unescape(re.sub('<[^>]*>', '', headline(name, series, steps))))
     return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{2 * WIDTH}" height="{height}" viewBox="0 0 {2 * WIDTH} {height}" '

@@ -35,8 +35,6 @@ def _convert(gguf, out):
     model = AutoModelForCausalLM.from_pretrained(**where, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32)
     for name in ('quantization_config', '_pre_quantization_dtype'):
         if hasattr(model.config, name): delattr(model.config, name)
-    for name in ('hf_quantizer', 'is_quantized', 'quantization_method'): 
-        if name in model.__dict__: delattr(model, name)
     model.to(torch.bfloat16).save_pretrained(out)
     AutoTokenizer.from_pretrained(**where).save_pretrained(out)
 
