@@ -265,14 +265,17 @@ def test_a_worker_on_a_real_engine(world):
 
 
 def test_killed(world, figures):
-    "kill -9 of the core: everything in flight ends with EngineDead at once, and so does what comes later. Stands last"
+    "kill -9 of the core: everything in flight ends with EngineDead at once, a load in its middle too, and what comes later. Stands last"
     async def go():
         eos, world.engine.eos_ids = world.engine.eos_ids, ()
         answers = [asyncio.create_task(ask(world, [5], 200, id=i)) for i in range(8)]
         while world.engine.stats().running < 8: await asyncio.sleep(.005)
+        os.kill(world.engine.pids()[0], signal.SIGSTOP) # it will die before it has answered
+        load = asyncio.create_task(world.engine.load(None, world.socket))
+        await asyncio.sleep(.2)
         began = time.perf_counter()
         os.kill(world.engine.pids()[0], signal.SIGKILL)
-        ended = await asyncio.gather(*answers, return_exceptions=True)
+        ended = await asyncio.gather(load, *answers, return_exceptions=True)
         took = time.perf_counter() - began
         assert all(isinstance(e, EngineDead) for e in ended), ended
         for later in (ask(world, [5]), world.engine.load(None, world.socket), world.engine.abort(1)):

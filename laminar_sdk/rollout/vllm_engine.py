@@ -109,7 +109,10 @@ async def start(self: VLLMEngine):
     check_version()
     self.start_method = start_method(self.start_method, self.cpu, self.threads)
     os.environ.update(environment(self.cpu, self.threads, local, self.start_timeout_s))
-    await asyncio.get_running_loop().run_in_executor(self.thread, self._build)
+    loop = asyncio.get_running_loop()
+    await loop.run_in_executor(self.thread, self._build)
+    self.died = loop.create_future() # of a core that dies in the middle of a load, vLLM's own calls say nothing
+    for p in self.cores: loop.add_reader(p.sentinel, self._core_died, p)
     if wrong := next(filter(None, await self.llm.collective_rpc('laminar_check')), ''):
         await self.stop()
         raise ConfigError(f'{self.model_path!r}: {wrong}', 'use a dense, unquantised model')
@@ -223,13 +226,23 @@ async def load(self: VLLMEngine,
     "Take a version from the relay and prove it"
     began, self.before = time.perf_counter(), self.torn
     self.torn = 'a load failed or is under way'
-    with self._alive():
-        try: reports = await asyncio.wait_for(self._exchange(version, str(socket_path)), self.load_timeout_s)
-        except asyncio.TimeoutError as e:
-            self._kill()
-            raise EngineDead(f'version {version} was not loaded within {self.load_timeout_s:.0f} s; the core was killed', 'start a new engine') from e
+    with self._alive(): reports = await self._while_alive(self._exchange(version, str(socket_path)), f'version {version} was being loaded')
     self.torn, r = '', reports[0]
     return LoadReport(r['version'], time.perf_counter() - began, True, r['nbytes'], r['checksum'])
+
+@patch
+async def _while_alive(self: VLLMEngine, work, what: str):
+    "The work's result, or `EngineDead` in the moment the core dies, or when it takes too long"
+    work = asyncio.ensure_future(work)
+    try: done, _ = await asyncio.wait({work, self.died}, timeout=self.load_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    except asyncio.CancelledError:
+        work.cancel()
+        raise
+    if work in done: return work.result()
+    work.cancel()
+    self._kill()
+    why = f'its core (pid {self.died.result()}) died' if done else f'{self.load_timeout_s:.0f} s were not enough, and its core was killed'
+    raise EngineDead(f'{self.model_path!r}: while {what}, {why}', 'start a new engine')
 
 @patch
 async def _exchange(self: VLLMEngine, version, socket_path) -> list[dict]: # a report of each rank
@@ -264,6 +277,11 @@ async def _explain(self: VLLMEngine, e: Exception):
 
 # %% ../../nbs/rollout/02_vllm_engine.ipynb #412dcdea
 @patch
+def _core_died(self: VLLMEngine, p):
+    asyncio.get_running_loop().remove_reader(p.sentinel)
+    if not self.died.done(): self.died.set_result(p.pid)
+
+@patch
 def _kill(self: VLLMEngine):
     for p in self.cores:
         if p.is_alive(): p.kill()
@@ -273,6 +291,7 @@ async def stop(self: VLLMEngine):
     "End the core and give everything back"
     if self.llm is not None:
         llm, self.llm = self.llm, None
+        for p in self.cores: asyncio.get_running_loop().remove_reader(p.sentinel)
         if llm.output_handler: llm.output_handler.cancel() # else it would report the core's death as a fault
         self._kill()
         await asyncio.get_running_loop().run_in_executor(self.thread, llm.shutdown)
