@@ -177,11 +177,11 @@ def stats(self: VLLMEngine) -> EngineStats:
 async def generate(self: VLLMEngine, request: GenerationRequest) -> AsyncIterator[Chunk]:
     "Stream a response"
     room = check_request(request, self.max_model_len, self.vocab)
-    if self.torn: raise RunError(f'the engine holds no whole version: {self.torn}', 'load a version first')
     prompt = dict(type='token', prompt_token_ids=[int(i) for i in request.prompt_ids])
     self.flying += 1
     try:
         with self._alive():
+            if self.torn: raise RunError(f'the engine holds no whole version: {self.torn}', 'load a version first')
             async for out in self.llm.generate(prompt, self._sampling(request, room), str(request.id)): yield _chunk(out.outputs[0])
     finally: self.flying -= 1
 
