@@ -102,7 +102,7 @@ class RolloutShell(Shell):
 
     async def _start(self):
         from laminar_sdk.rollout.worker import RolloutWorker, report_interval
-        self.worker = RolloutWorker(self.index, make_engine(*self.spec), self._report, interval_s=report_interval(self.replicas))
+        self.worker = RolloutWorker(self.index, make_engine(*self.spec), self._report, interval_s=report_interval(self.replicas, least_s=.1))
         await self.worker.start()
         self.took = time.monotonic() - self.began
 

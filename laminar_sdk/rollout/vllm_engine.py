@@ -52,7 +52,7 @@ class VLLMEngine:
                  gpu_memory: float = .85, # fraction of a GPU's memory
                  threads: int = 1, # on a CPU
                  seed: int = 0,
-                 stream_interval: int = 4, # tokens of a response that vLLM hands over at once
+                 stream_interval: int = 8, # tokens of a response that vLLM hands over at once
                  start_method: str | None = None, # of the core: 'fork', 'spawn', None = fork where it is safe
                  start_timeout_s: float = 300.,
                  load_timeout_s: float = 300.):
