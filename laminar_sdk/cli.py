@@ -165,3 +165,7 @@ def main():
         print(f'laminar: {e}', file=sys.stderr)
         if '--json' in sys.argv: print(json.dumps({'error': e.message, 'remedy': e.remedy}))
         raise SystemExit(2)
+
+# %% ../nbs/08_cli.ipynb #a1ce3a9d
+#| eval: false
+if __name__ == '__main__': main() # python -m laminar_sdk.cli

@@ -84,7 +84,7 @@ def test_to_the_end(cluster, model, tmp_path):
     table = datasets.load_dataset('parquet', data_files=str(folder/'trajectories'/'*.parquet'), split='train', cache_dir=str(tmp_path/'cache'))
     assert len(table) >= STEPS * P * G and 'response_ids' in table.column_names
     audit = subprocess.run([sys.executable, '-m', 'laminar_sdk.cli', 'audit', str(folder)], capture_output=True, text=True)
-    assert audit.returncode == 0, audit.stdout + audit.stderr
+    assert audit.returncode == 0 and 'The ledger adds up' in audit.stdout, audit.stdout + audit.stderr
     from laminar_sdk.shells import names
     assert names('end/') == []
 
