@@ -43,8 +43,7 @@ def relay(c: Any, i: int # host
         for v in info['versions']: await c.feed(msgspec.convert(v, ev.VersionReady))
         actor = c.supervisor.children['actor/0']
         c.relays_changed.set()
-        idle = actor.is_up and not c.given # else it will publish a newer version in a moment, by itself
-        if newborn and i == c.plan.actor_host and idle: await c.publish(actor.handle, *await actor.handle.where.remote())
+        if newborn and i == c.plan.actor_host and actor.is_up: await actor.handle.republish.remote()
     async def down(reason):
         c.sockets.pop(i, None)
         c.note('warning', f'relay/{i}: {reason}', f'relay/{i}')
@@ -71,7 +70,7 @@ def rollout(c: Any, i: int) -> Child:
         await c.feed(ev.RolloutJoined(i, host, info['capacity'], info['version'], info['kv_tokens']))
         c.note('info', f"rollout/{i} is up; it took {info['seconds']:.0f} s", f'rollout/{i}')
     async def down(reason):
-        c.heard.pop(i, None)
+        c.heard.pop(i, None) # a report that comes after this is not counted as a sign of life
         c.note('warning', f'rollout/{i}: {reason}; its trajectories are placed again', f'rollout/{i}')
         if c.manager is not None: await c.feed(ev.RolloutLost(i, reason))
     host, sampling = c.plan.rollout_hosts[i], {'train': c.config.sampling, 'eval': c.config.eval.sampling}
@@ -88,10 +87,11 @@ def actor(c: Any) -> Child:
         info = await handle.start.remote(wanted, str(c.dir.checkpoints))
         if info['incarnation'] == wanted:
             await c.feed(ev.ActorJoined(wanted, info['step']))
-            await c.publish(handle, wanted, info['step'])
+            await handle.republish.remote()
         c.note('info', f"the actor is up at step {info['step']}, in its life number {info['incarnation']}{info['note']}", 'actor/0')
     async def down(reason):
         c.note('warning', f'actor: {reason}; it goes on from its newest checkpoint', 'actor/0')
+        for key in list(c.batches): c.batches.pop(key).cancel() # it will not come for them
         if c.manager is not None: await c.feed(ev.ActorLost(c.manager.ledger.incarnation, reason))
     host = c.plan.hosts[c.plan.actor_host].options(num_gpus=c.plan.actor.get('gpus', 0))
     return Child('actor', 0, ActorShell, (c.config, c.plan.actor), up, down, host=host)

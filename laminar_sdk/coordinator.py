@@ -6,7 +6,7 @@
 __all__ = ['Coordinator']
 
 # %% ../nbs/23_coordinator.ipynb #aeb6f57e
-import asyncio, os, tempfile, time
+import asyncio, os, time
 from pathlib import Path
 
 import msgspec
@@ -15,18 +15,18 @@ from fastcore.basics import patch
 
 from . import children
 from .core import events as ev
-from .core.errors import MissingError
-from .folders import choose_folder, describe, end_mark, packed
+from .ending import Ending
+from .folders import choose_folder, describe, newest_model, packed_run
 from .pipeline import Pipeline, Plan, Table
 from .scheduling import commands as cm
 from .scheduling.books import KEYS, MetaRow
 from .scheduling.ledger import Ledger
 from .scheduling.manager import RolloutManager
-from .shells import Shell, is_death
+from .shells import ENDED, Shell, is_death
 from .supervisor import Supervisor
 
 # %% ../nbs/23_coordinator.ipynb #c8534105
-class Coordinator(Shell):
+class Coordinator(Ending, Shell):
     "The shell around the rollout manager of one run"
 
     def __init__(self, plan: Plan):
@@ -38,12 +38,15 @@ class Coordinator(Shell):
         self.dir = RunDir(plan.run_dir).create(describe(plan))
         self.journal = Journal(self.dir.ledger)
         self.tape = Tape(self.dir.events, header(self.config))
-        self.evals = {(r.event.step, r.event.version) for r in self.tape.all() if isinstance(r.event, ev.EvalDone)}
+        told = [r.event for r in self.tape.all() if isinstance(r.event, ev.EvalDone)]
+        if told: self.table.accuracy = told[-1].accuracy
+        self.evals = {(e.step, e.version) for e in told}
         self.state, self.reason, self.again = 'starting', '', self.journal.rows(MetaRow) != []
         self.begun, self.ended, self.relays_changed, self.data_there = (asyncio.Event() for _ in range(4))
         self.ready = asyncio.Event() # the manager exists
         self.sockets, self.heard, self.batches, self.given, self.table = {}, {}, {}, {}, Table()
         self.data, self.manager, self.pipeline, self.asked, self.first_scored = None, None, None, time.monotonic(), None
+        self.barren = 0 # steps in a row without an update
         self.supervisor = Supervisor(self.config.name, hopeless=self._hopeless) # a child that cannot be brought up ends the run
         if self.again: self.note('info', 'the run goes on from its directory', 'coordinator')
         if self.mark.exists(): self.begun.set()
@@ -56,6 +59,7 @@ class Coordinator(Shell):
 
     async def put(self, path: str, chunk: bytes, first: bool):
         "A piece of a file that the run needs: prompts, reward functions"
+        self.asked = time.monotonic()
         with open(os.open(self.dir.path/path, os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if first else os.O_APPEND), 0o600), 'wb') as f: f.write(chunk)
 
     async def begin(self):
@@ -68,11 +72,10 @@ class Coordinator(Shell):
 @patch
 async def _main(self: Coordinator):
     try:
-        await asyncio.wait_for(self.begun.wait(), 60)
+        if not await self._handed_over(): return self._leave() # whoever called `fit` was interrupted
         await self._raise()
         await self._until_ended()
         await self._linger()
-    except asyncio.TimeoutError: pass # nobody began: leave
     except Exception as e:
         self.note('error', f'{type(e).__name__}: {e}', 'coordinator')
         await self._finish('failed', f'{type(e).__name__}: {e}')
@@ -84,12 +87,23 @@ async def _raise(self: Coordinator):
     "Start every child; the manager as soon as the data actor has counted the prompts"
     for child in (children.data(self), *(children.relay(self, i) for i in range(len(self.plan.hosts))),
                   *(children.rollout(self, i) for i in range(len(self.plan.rollout_hosts))), children.actor(self)): self.supervisor.tend(child)
-    await self.ready.wait()
-    self.state = 'paused' if self.manager.paused else 'running'
+    both = [asyncio.ensure_future(x.wait()) for x in (self.ready, self.ended)]
+    await asyncio.wait(both, return_when='FIRST_COMPLETED')
+    for b in both: b.cancel()
+    if self.state == 'starting': self.state = 'paused' if self.manager.paused else 'running'
+
+@patch
+async def _handed_over(self: Coordinator) -> bool:
+    "Whether `begin` was called; a minute without a word means that it never will be"
+    while not self.begun.is_set() and time.monotonic() - self.asked < 60:
+        try: await asyncio.wait_for(self.begun.wait(), 5)
+        except asyncio.TimeoutError: continue
+    return self.begun.is_set()
 
 @patch
 async def _until_ended(self: Coordinator):
     "The pipeline and the watch run until the run has ended; what they raise (a full disk) ends it"
+    if self.pipeline is None or self.state in ENDED: return await self.ended.wait() # it ended before it had begun
     work = [asyncio.ensure_future(x) for x in (self.pipeline.run(), self._watch())]
     done, _ = await asyncio.wait([*work, asyncio.ensure_future(self.ended.wait())], return_when='FIRST_COMPLETED')
     for w in work: w.cancel()
@@ -123,11 +137,11 @@ def build_manager(self: Coordinator, counts: dict):
     self.ready.set()
 
 @patch
-async def publish(self: Coordinator, actor, incarnation: int, step: int):
-    "Have the actor publish its present weights under a new number"
+async def new_version(self: Coordinator, incarnation: int, step: int) -> tuple[int, str]: # version, socket of the relay that takes it
+    "A number for what the actor is about to publish; it asks under its own lock, so that numbers and weights have the same order"
     version = self.manager.issue_version(step, incarnation)
     await self.pipeline.commit()
-    await actor.publish.remote(version, await self.actor_socket())
+    return version, await self.actor_socket()
 
 # %% ../nbs/23_coordinator.ipynb #e517d118
 @patch
@@ -136,7 +150,7 @@ async def report(self: Coordinator, blob: bytes) -> bool:
     from laminar_sdk.rollout.reports import decode_report
     await self.ready.wait()
     r = decode_report(blob)
-    self.heard[r.rollout] = time.monotonic()
+    if r.rollout in self.heard: self.heard[r.rollout] = time.monotonic()
     if r.engine_dead:
         await self.supervisor.kill(self.supervisor.children[f'rollout/{r.rollout}'], f'its engine died: {r.engine_dead}')
         return True
@@ -171,18 +185,17 @@ async def feed(self: Coordinator, *events): await self.pipeline.feed(*events)
 # %% ../nbs/23_coordinator.ipynb #e75915ea
 @patch
 async def next_batch(self: Coordinator, incarnation: int, step: int) -> dict | None:
-    "The groups of a step: `{step, groups, trajectories, version, socket}`, or None at the end"
+    "The groups of a step: `{step, groups, trajectories}`, or None at the end"
     await self.ready.wait()
     answer = self.batches.setdefault((incarnation, step), asyncio.get_running_loop().create_future())
     await self.feed(ev.BatchAsked(incarnation, step))
-    await asyncio.wait([answer, asyncio.ensure_future(self.ended.wait())], return_when='FIRST_COMPLETED')
-    if not answer.done(): return None
-    give: cm.GiveBatch = answer.result()
+    over = asyncio.ensure_future(self.ended.wait())
+    try: await asyncio.wait([answer, over], return_when='FIRST_COMPLETED')
+    finally: over.cancel()
     self.batches.pop((incarnation, step), None)
-    version = self.manager.issue_version(step, incarnation)
-    await self.pipeline.commit()
-    return dict(step=step, groups=give.groups, trajectories=give.trajectories, version=version,
-                socket=await self.actor_socket())
+    if answer.cancelled() or not answer.done(): return None
+    give: cm.GiveBatch = answer.result()
+    return dict(step=step, groups=give.groups, trajectories=give.trajectories)
 
 @patch
 async def actor_socket(self: Coordinator) -> str:
@@ -195,9 +208,22 @@ async def actor_socket(self: Coordinator) -> str:
 @patch
 async def step_done(self: Coordinator, incarnation: int, step: int, version: int, metrics: dict):
     "A step is trained and published"
+    if step not in self.table.batches and step in self.manager.ledger.steps: self.table.batch(step, **self.manager.batch_figures(step))
+    await self._judge(step, metrics)
     await self.feed(ev.StepTrained(incarnation, step, version, metrics))
     self.tape.append('run', ev.StepDone(step, self.table.row(step, version, self.tape.now(), metrics)))
     self.data.release.remote(self.given.pop(step, []))
+
+@patch
+async def _judge(self: Coordinator, step: int, metrics: dict):
+    "Say that updates were skipped, and pause when nothing else happens any more"
+    if not metrics.get('skipped'): self.barren = 0
+    else:
+        self.barren += not metrics.get('updates')
+        self.note('warning', f"step {step}: {metrics['skipped']} updates skipped, loss or gradients were not finite", 'actor/0')
+        if self.barren >= 3:
+            self.note('error', f'no update for {self.barren} steps in a row: the run is paused; look at rewards and learning rate', 'actor/0')
+            await self.pause()
 
 @patch
 async def checkpoint_saved(self: Coordinator, step: int, name: str):
@@ -302,22 +328,14 @@ async def description(self: Coordinator) -> dict: return describe(self.plan)
 @patch
 async def export_model(self: Coordinator) -> bytes:
     "The newest checkpoint as a Hugging Face folder, in a tar file"
-    from laminar_sdk.training.checkpoint import export, newest_valid
-    found, _ = await asyncio.to_thread(newest_valid, self.dir.checkpoints)
-    if found is None: raise MissingError('no checkpoint yet', 'the run writes one every `checkpoint` steps and after the last')
-    with tempfile.TemporaryDirectory() as folder:
-        await asyncio.to_thread(export, found, folder)
-        return await asyncio.to_thread(packed, Path(folder))
+    return await asyncio.to_thread(newest_model, self.dir.checkpoints)
 
 @patch
 async def snapshot(self: Coordinator) -> bytes:
     "The run directory as it is now, with a consistent copy of the ledger, in a tar file"
     await self._seal()
     self.tape.flush()
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder)/'ledger.sqlite'
-        await asyncio.to_thread(self.journal.backup, copy)
-        return await asyncio.to_thread(packed, self.dir.path, {'ledger.sqlite': copy})
+    return await asyncio.to_thread(packed_run, self.dir.path, self.journal)
 
 @patch
 async def counts(self: Coordinator) -> dict[str, dict[str, int]]:
@@ -337,54 +355,14 @@ async def stop(self: Coordinator, reason: str = 'stop'):
     await self.ended.wait()
 
 @patch
-async def evaluate(self: Coordinator): await self._control(ev.EvalAsked(), self.state)
+async def evaluate(self: Coordinator): await self._control(ev.EvalAsked(), '')
 
 @patch
 async def _control(self: Coordinator, event, state: str):
     await self.ready.wait()
     if self.ended.is_set(): return
     await self.feed(event)
-    self.state = state
-
-# %% ../nbs/23_coordinator.ipynb #349f977c
-@patch
-async def _finish(self: Coordinator, state: str, reason: str = ''):
-    "End the run once; idempotent"
-    if self.state in ('done', 'stopped', 'failed'): return
-    self.state, self.reason = state, reason
-    await self.supervisor.end(keep=('data',))
-    if self.data is not None: await self._seal()
-    if self.manager is not None:
-        rows = self.manager.ledger.drain()
-        if rows: await asyncio.to_thread(self.journal.commit, rows)
-    self.tape.append('run', ev.RunEnded(state, reason))
-    await asyncio.to_thread(self.tape.flush)
-    end_mark(self.dir, state, reason)
-    self.ended.set()
-
-@patch
-async def _seal(self: Coordinator):
-    "Have everything that was scored in Parquet"
-    try: await asyncio.wait_for(self.data.seal.remote(), 60)
-    except Exception as e: self.note('warning', f'the newest trajectories are still in the log, not in Parquet: {type(e).__name__}: {e}', 'data/0')
-
-@patch
-async def _hopeless(self: Coordinator, reason: str):
-    "In a task of its own: it ends the very task that says so"
-    asyncio.get_running_loop().create_task(self._finish('failed', reason))
-
-@patch
-async def _linger(self: Coordinator):
-    "Stay for questions until nobody has asked for a while"
-    self.asked = time.monotonic()
-    while (left := self.asked + self.plan.linger_s - time.monotonic()) > 0: await asyncio.sleep(left)
-
-@patch
-def _leave(self: Coordinator):
-    import ray
-    self.tape.close()
-    if self.data is not None: ray.kill(self.data, no_restart=True)
-    ray.actor.exit_actor()
+    if state and self.state in ('running', 'paused'): self.state = state
 
 @patch
 def note(self: Coordinator, level: str, text: str, where: str = ''): self.tape.append('run', ev.Notice(level, text, where))

@@ -33,6 +33,7 @@ class DataService(Shell):
         self.partial, self.store = PartialPool(), TrajectoryStore(self.dir.trajectories)
         self.coordinator = Peer(actor_name(self.config.name, 'coordinator'))
         self.starting, self.scored, self.due, self.step = None, [], asyncio.Event(), 0
+        self.broken = asyncio.get_running_loop().create_future() # gets the error of a task that nobody awaits
         self.finish, self.tasks = {}, set() # finish: reasons of what has ended and is not scored
 
     async def start(self) -> dict:
@@ -58,7 +59,15 @@ class DataService(Shell):
     def _spawn(self, coro):
         task = asyncio.get_running_loop().create_task(coro)
         self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        task.add_done_callback(self._over)
+
+    def _over(self, task):
+        self.tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) and not self.broken.done(): self.broken.set_exception(error)
+
+    async def life(self):
+        "Ends with the error of a task: then this process is of no use any more, and a new one is raised"
+        await asyncio.shield(self.broken)
 
 # %% ../nbs/24_data_service.ipynb #7d6db25e
 @patch

@@ -96,7 +96,7 @@ def summary(run, status: dict) -> dict:
     "The figures of a run"
     from laminar_sdk.core import events as ev
     records = run.events(max_items=1_000_000)
-    rows = [r.event.metrics for r in records if isinstance(r.event, ev.StepDone)]
+    rows = list({r.event.step: r.event.metrics for r in records if isinstance(r.event, ev.StepDone)}.values())
     evals = [r.event for r in records if isinstance(r.event, ev.EvalDone)]
     column = lambda k: np.array([r[k] for r in rows if r.get(k) is not None] or [np.nan], float)
     return dict(accuracy_before=evals[0].accuracy if evals else None, accuracy_after=evals[-1].accuracy if evals else None, steps=len(rows),

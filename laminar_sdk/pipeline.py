@@ -6,7 +6,7 @@
 __all__ = ['Plan', 'Pipeline', 'Table']
 
 # %% ../nbs/22_pipeline.ipynb #7225395c
-import asyncio, time
+import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,8 +45,7 @@ class Pipeline:
                  carry_out # (commands) -> None
                 ):
         self.manager, self.journal, self.tape, self.carry_out = manager, journal, tape, carry_out
-        self.commands, self.waiting, self.dirty = [], [], asyncio.Event()
-        self.last_commit_s = 0.
+        self.commands, self.waiting, self.round, self.dirty, self.closed = [], [], [], asyncio.Event(), False
 
     async def feed(self, *events: ev.Event):
         "Take events in; returns when what they changed is on the disk"
@@ -56,7 +55,8 @@ class Pipeline:
         await self.commit()
 
     async def commit(self):
-        "Wait for the commit that holds everything decided so far"
+        "Wait for the commit that holds everything decided so far (after the end there is none to wait for)"
+        if self.closed: return
         done = asyncio.get_running_loop().create_future()
         self.waiting.append(done)
         self.dirty.set()
@@ -64,22 +64,28 @@ class Pipeline:
 
     async def run(self):
         "Commit, then carry out; one round holds all that came in during the round before"
-        while True:
-            await self.dirty.wait()
-            self.dirty.clear()
-            await asyncio.sleep(.002) # lets the events of one burst share a commit
-            commands, self.commands = self.commands, []
-            waiting, self.waiting = self.waiting, []
-            rows = self.manager.ledger.drain()
-            t = time.perf_counter()
-            try: await asyncio.to_thread(self._write, rows)
-            except Exception as e:
-                for w in waiting: w.set_exception(e)
-                raise
-            self.last_commit_s = time.perf_counter() - t
-            self.carry_out(commands)
-            for w in waiting:
+        try:
+            while True:
+                await self.dirty.wait()
+                self.dirty.clear()
+                await asyncio.sleep(.002) # lets the events of one burst share a commit
+                await self._round()
+        finally: # nobody may wait for a commit that never comes
+            self.closed = True
+            for w in [*self.round, *self.waiting]:
                 if not w.done(): w.set_result(None)
+
+    async def _round(self):
+        commands, self.commands = self.commands, []
+        self.round, self.waiting = self.waiting, []
+        rows = self.manager.ledger.drain()
+        try: await asyncio.to_thread(self._write, rows)
+        except Exception:
+            for r in rows: self.manager.ledger.touch(r) # not on the disk: they belong to the next commit, if there is one
+            raise
+        self.carry_out(commands)
+        for w in self.round:
+            if not w.done(): w.set_result(None)
 
     def _write(self, rows):
         self.tape.flush()

@@ -59,12 +59,13 @@ class Supervisor:
             try:
                 await self._live(child)
                 return
-            except Exception as e:
+            except Exception as error:
+                e = error
                 reason, limit = (child.why or _reason(e)), self.max_deaths if is_death(e) and not child.why else self.max_errors
             child.why = ''
             if self.ending: return
             child.failures = 1 if time.monotonic() - born > self.long_s and child.is_up else child.failures + 1
-            await self._bury(child, reason)
+            await self._bury(child, reason, is_death(e))
             if child.failures >= limit: return await self.hopeless(f'{child.label} failed {child.failures} times in a row. The last time: {reason}')
             await asyncio.sleep(.1 * 2 ** min(child.failures - 1, 6))
 
@@ -89,8 +90,8 @@ class Supervisor:
                 if time.monotonic() > deadline: raise
             await asyncio.sleep(.1)
 
-    async def _bury(self, child: Child, reason: str):
-        if not child.max_restarts: await self.kill(child) # else Ray is bringing it back already
+    async def _bury(self, child: Child, reason: str, died: bool):
+        if not (died and child.max_restarts): await self.kill(child) # else Ray is bringing it back already
         child.is_up, child.restarts = False, child.restarts + 1
         await child.down(reason)
 
@@ -100,13 +101,15 @@ class Supervisor:
         child.why = why
         if child.handle is not None: await asyncio.to_thread(ray.kill, child.handle, no_restart=child.max_restarts == 0)
 
-    async def end(self, keep: tuple[str, ...] = (), grace_s: float = 5.):
+    async def end(self, keep: tuple[str, ...] = (), grace_s: float = 5.) -> list[str]: # complaints
         "A planned end: ask each child to stop, then make sure"
         self.ending = True
-        going = [c for c in self.children.values() if c.role not in keep and c.handle is not None]
-        await asyncio.gather(*(_farewell(c, grace_s) for c in going))
+        ending = [c for c in self.children.values() if c.role not in keep]
+        for c in ending: self.tasks[c.label].cancel() # first: nothing is born any more
+        going = [c for c in ending if c.handle is not None]
+        said = await asyncio.gather(*(_farewell(c, grace_s) for c in going), return_exceptions=True)
         for c in going: await self.kill(c)
-        for c in going: self.tasks[c.label].cancel()
+        return [f'{c.label} did not end well: {_reason(e)}' for c, e in zip(going, said) if isinstance(e, Exception)]
 
 async def _farewell(child: Child, grace_s: float):
     try: await asyncio.wait_for(child.handle.stop.remote(), grace_s)

@@ -67,8 +67,6 @@ class ActorShell(Shell):
         if found is not None: self.step = load(found, self.worker)['step']
         return ''.join(f'; {n}' for n in notes)
 
-    async def where(self) -> tuple[int, int]: return self.incarnation, self.step
-
     async def life(self):
         "Train to the end of the run; every caller waits for the same loop"
         if self.running is None: self.running = asyncio.create_task(self._loop())
@@ -88,22 +86,23 @@ async def _loop(self: ActorShell):
         async with self.lock:
             metrics = await asyncio.to_thread(self.worker.step, trajectories)
             self.step = batch['step']
-            published = await self._publish_somewhere(batch['version'], batch['socket'])
-        await self.coordinator.ask('step_done', self.incarnation, self.step, batch['version'], metrics | published | {'wait_s': waited})
+            version, published = await self._publish_somewhere()
+        await self.coordinator.ask('step_done', self.incarnation, self.step, version, metrics | published | {'wait_s': waited})
         if self._due(): await self._checkpoint()
     await self.over.wait()
 
 @patch
-async def publish(self: ActorShell, version: int, socket: str):
-    "Publish the present weights, between steps"
-    async with self.lock: await self._publish_somewhere(version, socket)
+async def republish(self: ActorShell):
+    "Publish the present weights under a new number, between steps"
+    async with self.lock: await self._publish_somewhere()
 
 @patch
-async def _publish_somewhere(self: ActorShell, version: int, socket: str) -> dict:
-    "Publish; if the relay of this host has just died, into its successor"
+async def _publish_somewhere(self: ActorShell) -> tuple[int, dict]: # version, figures
+    "Publish under a new number, taken under our lock; if the relay of this host has just died, into its successor"
     from laminar_sdk.core.errors import ClusterError
+    version, socket = await self.coordinator.ask('new_version', self.incarnation, self.step)
     for _ in range(5):
-        try: return await asyncio.to_thread(self._publish, version, socket)
+        try: return version, await asyncio.to_thread(self._publish, version, socket)
         except ClusterError as e:
             error, self.socket = e, None
             await asyncio.sleep(.5)

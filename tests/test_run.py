@@ -11,7 +11,7 @@ from laminar_sdk.core import events as ev
 from laminar_sdk.core.config import GRPO, Eval, Reward, Sampling
 from laminar_sdk.core.errors import ConfigError, MissingError, RunError
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 STEPS, P, G = 4, 2, 2
 
 
