@@ -114,14 +114,15 @@ def relaunch(cluster: Any, # `Cluster`
     import ray
     from laminar_sdk.data.rundir import RunDir
     from laminar_sdk.folders import ended
+    from laminar_sdk.rollout_pool import place
     from laminar_sdk.run import Run
     there = RunDir(path).read_config()
     config = RunConfig(**{k: v for k, v in there.items() if k in RunConfig.model_fields})
     if ended(Path(path)) == 'done': raise RunError(f'the run in {path} is done: {config.steps} steps are trained', 'start a new one with trainer.fit')
     cluster.connect()
     if find(actor_name(config.name, 'coordinator')) is not None: raise RunError(f'a run named {config.name!r} is alive', 'stop it first')
-    n = len(cluster.hosts)
-    plan = Plan(config, str(Path(path).absolute()), cluster.hosts, there['engine'], [i % n for i in range(config.replicas)], actor=there['actor'],
+    placed = place(cluster.hosts, config.replicas, there['engine'].get('gpus', 0), there['actor'].get('gpus', 0))
+    plan = Plan(config, str(Path(path).absolute()), cluster.hosts, there['engine'], placed, actor=there['actor'],
                 keep_versions=there['keep_versions'], secret=secrets.token_bytes(32), launch=secrets.token_hex(8), files=there['files'])
     coordinator = raise_coordinator(plan)
     try: ray.get(coordinator.begin.remote(), timeout=60)

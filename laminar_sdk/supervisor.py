@@ -10,6 +10,7 @@ import asyncio, time
 from dataclasses import dataclass
 from typing import Any, Awaitable, Callable
 
+from .core.errors import ResourceError
 from .shells import actor_name, find, is_death, spawn
 
 # %% ../nbs/21_supervisor.ipynb #fe104b6b
@@ -85,7 +86,9 @@ class Supervisor:
         from ray.exceptions import ActorUnavailableError
         deadline = time.monotonic() + 60
         while True:
-            try: return await child.handle.pid.remote()
+            try: return await asyncio.wait_for(child.handle.pid.remote(), 300)
+            except asyncio.TimeoutError:
+                raise ResourceError(f'{child.label} found no place within 300 s', 'its host is gone, or has no GPU left') from None
             except ActorUnavailableError:
                 if time.monotonic() > deadline: raise
             await asyncio.sleep(.1)
