@@ -92,3 +92,7 @@ def pytest_terminal_summary(terminalreporter, config):
         together = seconds + sum(float(row.split()[1]) for row in steps.splitlines() if not row.startswith('install'))
         terminalreporter.section('steps')
         say(f'{steps}{"pytest":<12}{seconds:8.1f} s\n{"tests":<12}{together:8.1f} s  (installation apart)')
+
+
+import signal # a shell that runs us in the background may have us ignore Ctrl-C, and our children with us
+signal.signal(signal.SIGINT, signal.default_int_handler)

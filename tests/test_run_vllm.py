@@ -9,34 +9,32 @@ pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.timeout(400)]
 STEPS = 10
 
 
-def test_the_demo_with_a_rollout_and_an_engine_killed(laminar_home, tmp_path):
+def test_the_demo_with_a_rollout_and_an_engine_killed(cluster, tmp_path):
     import ray
-    from laminar_sdk.all import GRPO, Cluster, Eval, RelayTier, RolloutPool, Trainer
+    from laminar_sdk.all import GRPO, Eval, RelayTier, RolloutPool, Trainer
     from laminar_sdk.demo import arithmetic
     from laminar_sdk.shells import find
     task = arithmetic()
-    cluster = Cluster.local('vllm', hosts=2)
-    try:
-        relays = RelayTier(cluster, keep=4)
-        pool = RolloutPool(cluster, task.model, relays, replicas=2, max_model_len=task.max_model_len, max_running=32)
-        trainer = Trainer(cluster, task.model, relays, GRPO(group_size=4, lr=task.lr))
-        run = trainer.fit(pool, task.train, task.reward, name='killed', steps=STEPS, prompts_per_step=4, sampling=task.sampling,
-                          eval=Eval(prompts=task.held_out[:16], sampling=task.sampling), checkpoint=4, run_dir=str(tmp_path/'killed'))
-        s = _at(run, 2)
-        os.kill(s['children']['rollout/0']['pid'], signal.SIGKILL)
-        _at(run, 4)
-        engine, = ray.get(find('killed/rollout/1').engine_pids.remote())
-        os.kill(engine, signal.SIGKILL)
-        s = run.wait(show=False)
-        assert s['state'] == 'done' and run.audit() == []
-        assert run.counts()['train']['trained'] == STEPS * 4 * 4
-        said = ' '.join(r.event.text for r in run.events(max_items=10_000) if isinstance(r.event, ev.Notice))
-        assert 'rollout/0: its process died' in said and 'rollout/1: its engine died' in said, said
-        gaps = run.history()['logprob_gap_max'].dropna() # the engines compute what the actor computes, after every pull and restart
-        assert len(gaps) and gaps.max() < 1e-3, gaps
-        assert [e.step for e in run.evaluations()] == [0, STEPS]
-        run.stop()
-    finally: cluster.shutdown()
+    cluster.connect()
+    relays = RelayTier(cluster, keep=4)
+    pool = RolloutPool(cluster, task.model, relays, replicas=2, max_model_len=task.max_model_len, max_running=32)
+    trainer = Trainer(cluster, task.model, relays, GRPO(group_size=4, lr=task.lr))
+    run = trainer.fit(pool, task.train, task.reward, name='killed', steps=STEPS, prompts_per_step=4, sampling=task.sampling,
+                      eval=Eval(prompts=task.held_out[:16], sampling=task.sampling), checkpoint=4, run_dir=str(tmp_path/'killed'))
+    s = _at(run, 2)
+    os.kill(s['children']['rollout/0']['pid'], signal.SIGKILL)
+    _at(run, 4)
+    engine, = ray.get(find('killed/rollout/1').engine_pids.remote())
+    os.kill(engine, signal.SIGKILL)
+    s = run.wait(show=False)
+    assert s['state'] == 'done' and run.audit() == []
+    assert run.counts()['train']['trained'] == STEPS * 4 * 4
+    said = ' '.join(r.event.text for r in run.events(max_items=10_000) if isinstance(r.event, ev.Notice))
+    assert 'rollout/0: its process died' in said and 'rollout/1: its engine died' in said, said
+    gaps = run.history()['logprob_gap_max'].dropna() # the engines compute what the actor computes, after every pull and restart
+    assert len(gaps) and gaps.max() < 1e-3, gaps
+    assert [e.step for e in run.evaluations()] == [0, STEPS]
+    run.stop()
 
 
 def _at(run, step, seconds=200):
