@@ -1,11 +1,13 @@
 """What every test may use: a home of its own, shared data, a place for figures; and the choice of long tests.
 Standard library and pytest only, for `tests/gpu` runs on machines that have little else."""
-import json, math, os, random, tempfile, time
+import json, math, os, random, signal, tempfile, time
 from datetime import datetime, timezone
 from importlib.util import find_spec
 from pathlib import Path
 import pytest
 import processes, results
+
+signal.signal(signal.SIGINT, signal.default_int_handler) # a shell that runs us in the background may have us ignore Ctrl-C, and our children with us
 
 pytest_plugins = ['fixtures_cluster']
 
@@ -92,7 +94,3 @@ def pytest_terminal_summary(terminalreporter, config):
         together = seconds + sum(float(row.split()[1]) for row in steps.splitlines() if not row.startswith('install'))
         terminalreporter.section('steps')
         say(f'{steps}{"pytest":<12}{seconds:8.1f} s\n{"tests":<12}{together:8.1f} s  (installation apart)')
-
-
-import signal # a shell that runs us in the background may have us ignore Ctrl-C, and our children with us
-signal.signal(signal.SIGINT, signal.default_int_handler)
