@@ -249,22 +249,21 @@ def report(self: Run, out: str = 'report.html') -> Path:
     Path(out).write_text(html(self.name, config, self.events(max_items=1_000_000)))
     return Path(out)
 
+def _unpack(blob: bytes, # a tar file
+            out: str) -> Path:
+    "A folder that was sent over the connection"
+    import io, tarfile
+    with tarfile.open(fileobj=io.BytesIO(blob)) as t: t.extractall(out, filter='data')
+    return Path(out)
+
 @patch
 def save_model(self: Run, out: str # folder to write
               ) -> Path:
-    "The newest checkpoint as a Hugging Face folder, sent over the connection"
-    import io, tarfile
-    out = Path(out)
-    blob = self._ask('export_model', timeout_s=600.)
-    with tarfile.open(fileobj=io.BytesIO(blob)) as t: t.extractall(out, filter='data')
-    return out
+    "The newest checkpoint as a Hugging Face folder"
+    return _unpack(self._ask('export_model', timeout_s=600.), out)
 
 @patch
 def download(self: Run, out: str # folder to write
             ) -> Path:
     "A consistent snapshot of the run directory, for `Run.load`"
-    import io, tarfile
-    out = Path(out)
-    blob = self._ask('snapshot', timeout_s=600.)
-    with tarfile.open(fileobj=io.BytesIO(blob)) as t: t.extractall(out, filter='data')
-    return out
+    return _unpack(self._ask('snapshot', timeout_s=600.), out)
