@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from .core import events as ev
+from .core.errors import RunError
 from .supervisor import Child
 
 # %% ../nbs/21a_children.ipynb #a7b41e90
@@ -65,17 +66,23 @@ def rollout(c: Any, i: int) -> Child:
     async def up(handle, newborn):
         info = await handle.start.remote()
         await c.ready.wait()
+        try: version = await handle.lend.remote(c.config.name, c.plan.launch, c.config.seed, sampling, c.config.replicas)
+        except RunError as e: # somebody else's: it is not ours to kill
+            await c._hopeless(e.message)
+            await asyncio.Event().wait()
         if not newborn: await handle.abort.remote([])
         c.heard[i] = time.monotonic()
-        await c.feed(ev.RolloutJoined(i, host, info['capacity'], info['version'], info['kv_tokens']))
+        await c.feed(ev.RolloutJoined(i, host, info['capacity'], version, info['kv_tokens']))
         c.note('info', f"rollout/{i} is up; it took {info['seconds']:.0f} s", f'rollout/{i}')
     async def down(reason):
         c.heard.pop(i, None) # a report that comes after this is not counted as a sign of life
         c.note('warning', f'rollout/{i}: {reason}; its trajectories are placed again', f'rollout/{i}')
         if c.manager is not None: await c.feed(ev.RolloutLost(i, reason))
     host, sampling = c.plan.rollout_hosts[i], {'train': c.config.sampling, 'eval': c.config.eval.sampling}
-    args = (c.config.name, i, c.config.model, c.plan.engine, c.config.max_model_len, c.config.seed, sampling, c.config.replicas)
-    return Child('rollout', i, RolloutShell, args, up, down, host=c.plan.hosts[host].options(num_gpus=c.plan.engine.get('gpus', 0)))
+    args = (i, host, c.config.model, c.plan.engine, c.config.max_model_len, c.config.seed)
+    child = Child('rollout', i, RolloutShell, args, up, down, host=c.plan.hosts[host].options(num_gpus=c.plan.engine.get('gpus', 0)))
+    if c.plan.pool: child.family, child.farewell = c.plan.pool, lambda handle: handle.give_back.remote(c.plan.launch)
+    return child
 
 # %% ../nbs/21a_children.ipynb #cbb988f7
 def actor(c: Any) -> Child:

@@ -56,13 +56,16 @@ def check(self: Launch):
 
 @patch
 def refuse_live(self: Launch):
-    "A run of that name that has ended lets go of its name; one that is alive keeps it"
+    "A run of that name that has ended lets go of its name; one that is alive keeps it, and its pool"
+    from laminar_sdk.kept_pool import borrower
     from laminar_sdk.run import ENDED, Run
-    if find(actor_name(self.config.name, 'coordinator')) is None: return
     run = Run(self.trainer.cluster, self.config.name)
-    if run.status()['state'] in ENDED: return run.stop()
-    raise RunError(f'a run named {self.config.name!r} is alive on this cluster',
-                   f"attach to it: Run.attach(cluster, {self.config.name!r}), end it: run.stop(), or take another name")
+    if find(actor_name(self.config.name, 'coordinator')) is not None:
+        if run.status()['state'] not in ENDED:
+            raise RunError(f'a run named {self.config.name!r} is alive on this cluster',
+                           f"attach to it: Run.attach(cluster, {self.config.name!r}), end it: run.stop(), or take another name")
+        run.stop()
+    if other := borrower(self.pool): raise RunError(f'the pool is lent to the run {other!r}', 'end that run, or give this one another pool')
 
 # %% ../nbs/05_launch.ipynb #4ff160c6
 @patch
@@ -79,11 +82,12 @@ def arrow(self: Launch, name: str, prompts, template) -> bytes:
 
 @patch
 def plan(self: Launch, files: dict[str, bytes]) -> Plan:
+    from laminar_sdk.kept_pool import placed
     pool, trainer, hosts = self.pool, self.trainer, self.trainer.cluster.hosts
     here = trainer.cluster.mine # a cluster on this machine: `runs/` of this folder; elsewhere the head's home
     folder = self.run_dir or (Path('runs').absolute() if here else Path('~/laminar/runs'))/self.config.name
     return Plan(config=self.config, run_dir=str(folder), hosts=hosts, engine=pool.engine,
-                rollout_hosts=pool.place(trainer.gpus), actor=dict(threads=trainer.threads, gpus=trainer.gpus),
+                rollout_hosts=placed(pool, trainer.gpus), pool=pool.family, actor=dict(threads=trainer.threads, gpus=trainer.gpus),
                 keep_versions=trainer.relays.keep, secret=secrets.token_bytes(32), launch=secrets.token_hex(8), resume=self.resume,
                 files={p: hashlib.sha256(b).hexdigest() for p, b in files.items() if p.startswith('prompts')})
 

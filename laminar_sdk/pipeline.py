@@ -24,6 +24,7 @@ class Plan:
     hosts: list[Any] # `cluster.Host`
     engine: dict[str, Any] # for `rollout_pool.make_engine`
     rollout_hosts: list[int] # host of each rollout
+    pool: str = '' # the kept pool whose rollouts the run borrows; '' = it has its own
     actor_host: int = 0
     actor: dict[str, Any] = field(default_factory=dict) # keyword arguments of `ActorWorker`
     keep_versions: int = 4

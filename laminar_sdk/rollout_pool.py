@@ -6,14 +6,14 @@
 __all__ = ['place', 'RolloutPool', 'make_engine', 'RolloutShell']
 
 # %% ../nbs/03_rollout_pool.ipynb #84ca09e6
-import asyncio, os, time
+import asyncio, hashlib, os, time
 from typing import Any
 
 import numpy as np
 
 from .core.config import Repack, Sampling
-from .core.errors import ConfigError, ResourceError
-from .shells import actor_name, Peer, Shell
+from .core.errors import ConfigError, ResourceError, RunError
+from .shells import actor_name, find, Peer, Shell
 
 # %% ../nbs/03_rollout_pool.ipynb #feec8232
 def place(hosts: list, # of `Host`
@@ -51,12 +51,13 @@ class RolloutPool:
                  threads: int = 1, # of one engine, on a CPU
                  repack: Repack | None = None,
                  engine: str = 'vllm', # or 'emulated'
+                 keep: bool = False, # the engines outlive the run, for the next one, until `close()`
                  **engine_options # passed on to the engine
                 ):
         if replicas < 1: raise ConfigError(f'RolloutPool(replicas={replicas})', 'at least 1 rollout is needed')
         if max_running < 1: raise ConfigError(f'RolloutPool(max_running={max_running})', 'at least 1 trajectory must run')
         self.cluster, self.model, self.relays, self.replicas, self.repack = cluster, str(model), relays, replicas, repack
-        self.max_model_len = max_model_len
+        self.max_model_len, self.keep = max_model_len, keep
         gpus = tensor_parallel if engine == 'vllm' and sum(h.gpus for h in cluster.hosts) > 0 else 0
         self.engine = dict(kind=engine, gpus=gpus, max_num_seqs=max_running, **engine_options)
         if engine == 'vllm': self.engine |= dict(tensor_parallel=tensor_parallel, kv_cache_bytes=kv_cache_bytes, threads=threads, gpu_memory=gpu_memory)
@@ -66,9 +67,27 @@ class RolloutPool:
         "Where each rollout goes"
         return place(self.cluster.hosts, self.replicas, self.engine['gpus'], actor_gpus)
 
+    def start(self,
+              show: bool = True # say when each rollout is up
+             ):
+        "Raise the engines of a kept pool now, and wait until they are up"
+        from laminar_sdk.kept_pool import start
+        return start(self, show)
+
+    def close(self):
+        "End the engines of a kept pool"
+        from laminar_sdk.kept_pool import close
+        close(self)
+
+    @property
+    def family(self) -> str:
+        "The name that kept engines go by, the same for equal descriptions; '' when they are the run's own"
+        spec = self.model, self.max_model_len, sorted(self.engine.items(), key=str)
+        return f'pool@{hashlib.blake2s(repr(spec).encode(), digest_size=5).hexdigest()}' if self.keep else ''
+
     def __repr__(self):
         kind = 'EMULATED engines' if self.engine['kind'] == 'emulated' else 'vLLM engines'
-        return f"RolloutPool({self.replicas} {kind}, model={self.model!r}, up to {self.engine['max_num_seqs']} trajectories each)"
+        return f"RolloutPool({self.replicas} {kind}, model={self.model!r}, up to {self.engine['max_num_seqs']} trajectories each{', kept' if self.keep else ''})"
 
     def _repr_html_(self): return f'<pre>{self!r}</pre>'
 
@@ -91,26 +110,41 @@ def make_engine(spec: dict, # `RolloutPool.engine`
 class RolloutShell(Shell):
     "Carries one rollout"
 
-    def __init__(self, run: str, index: int, model: str, engine: dict, max_model_len: int, seed: int, sampling: dict[str, Sampling],
-                 replicas: int):
+    def __init__(self, index: int, host: int, model: str, engine: dict, max_model_len: int, seed: int):
         os.environ.setdefault('VLLM_NO_USAGE_STATS', '1')
-        self.index, self.seed, self.sampling, self.replicas, self.began = index, seed, sampling, replicas, time.monotonic()
+        self.index, self.host, self.began, self.took = index, host, time.monotonic(), 0.
         self.spec = (engine, model, max_model_len, seed)
-        self.coordinator = Peer(actor_name(run, 'coordinator'))
-        self.worker, self.started = None, None
+        self.run, self.launch, self.engine, self.worker, self.started = '', '', None, None, None
 
     async def start(self) -> dict:
         "Raise the engine; a second call tells the same again"
         if self.started is None: self.started = asyncio.create_task(self._start())
         await asyncio.shield(self.started)
-        e = self.worker.engine
-        return dict(capacity=e.capacity, version=self.worker.version, kv_tokens=e.stats().kv_tokens, seconds=self.took, pids=e.pids())
+        e = self.engine
+        return dict(capacity=e.capacity, kv_tokens=e.stats().kv_tokens, seconds=self.took, pids=e.pids(), host=self.host, run=self.run)
 
     async def _start(self):
-        from laminar_sdk.rollout.worker import RolloutWorker, report_interval
-        self.worker = RolloutWorker(self.index, make_engine(*self.spec), self._report, interval_s=report_interval(self.replicas, least_s=.1))
-        await self.worker.start()
+        self.engine = make_engine(*self.spec)
+        await self.engine.start()
         self.took = time.monotonic() - self.began
+
+    async def lend(self, run: str, launch: str, seed: int, sampling: dict[str, Sampling], replicas: int) -> int: # version that it holds
+        "Work for this start of a run, until it gives the rollout back or is gone"
+        from laminar_sdk.rollout.worker import RolloutWorker, report_interval
+        if launch == self.launch: return self.worker.version
+        if self.run not in ('', run) and await asyncio.to_thread(find, actor_name(self.run, 'coordinator')) is not None:
+            raise RunError(f'rollout {self.index} of the pool is lent to the run {self.run!r}', f'stop that run, or give this one another pool')
+        if self.worker is not None: await self.worker.leave(grace_s=.1)
+        self.run, self.launch, self.seed, self.sampling, self.coordinator = run, launch, seed, sampling, Peer(actor_name(run, 'coordinator'))
+        self.worker = RolloutWorker(self.index, self.engine, self._report, interval_s=report_interval(replicas, least_s=.1), seed=seed)
+        self.worker.begin()
+        return self.worker.version
+
+    async def give_back(self, launch: str):
+        "The run needs it no more; the engine stays up"
+        if launch != self.launch: return
+        await self.worker.leave()
+        self.run, self.launch, self.worker = '', '', None
 
     async def _report(self, report):
         from laminar_sdk.rollout.reports import encode_report
@@ -125,6 +159,7 @@ class RolloutShell(Shell):
         await self.worker.wave(wave, version, socket, items)
 
     async def abort(self, trajectories: list[int]): await self.worker.abort(trajectories)
-    async def engine_pids(self) -> list[int]: return self.worker.engine.pids()
+    async def engine_pids(self) -> list[int]: return self.engine.pids()
     async def stop(self):
-        if self.worker is not None: await self.worker.stop()
+        if self.worker is not None: await self.worker.leave()
+        if self.engine is not None: await self.engine.stop()

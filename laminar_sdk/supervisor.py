@@ -25,6 +25,8 @@ class Child:
     down: Callable[[str], Awaitable] # (reason)
     host: dict | None = None # where it must live
     max_restarts: int = 0
+    family: str = '' # it belongs to a kept pool of that name, not to the run
+    farewell: Callable[[Any], Awaitable] = lambda handle: handle.stop.remote() # what it is told at a planned end
     handle: Any = None
     pid: int | None = None
     why: str = '' # it was killed by us, and this is the reason
@@ -72,7 +74,7 @@ class Supervisor:
 
     async def _live(self, child: Child):
         "One life: from birth to a planned end; raises when it ends otherwise"
-        name = actor_name(self.run, child.role, child.index)
+        name = actor_name(child.family or self.run, child.role, child.index)
         child.handle = await asyncio.to_thread(find, name)
         newborn = child.handle is None
         if newborn: child.handle = spawn(child.cls, *child.args, name=name, host=child.host, max_restarts=child.max_restarts)
@@ -105,18 +107,19 @@ class Supervisor:
         if child.handle is not None: await asyncio.to_thread(ray.kill, child.handle, no_restart=child.max_restarts == 0)
 
     async def end(self, keep: tuple[str, ...] = (), grace_s: float = 5.) -> list[str]: # complaints
-        "A planned end: ask each child to stop, then make sure"
+        "A planned end: ask each child to stop, then make sure; who belongs to a kept pool lives on, unless it hangs"
         self.ending = True
         ending = [c for c in self.children.values() if c.role not in keep]
         for c in ending: self.tasks[c.label].cancel() # first: nothing is born any more
         going = [c for c in ending if c.handle is not None]
         said = await asyncio.gather(*(_farewell(c, grace_s) for c in going), return_exceptions=True)
-        for c in going: await self.kill(c)
+        for c, answer in zip(going, said):
+            if not c.family or answer is not None: await self.kill(c)
         return [f'{c.label} did not end well: {_reason(e)}' for c, e in zip(going, said) if isinstance(e, Exception)]
 
 async def _farewell(child: Child, grace_s: float):
-    try: await asyncio.wait_for(child.handle.stop.remote(), grace_s)
-    except asyncio.TimeoutError: return # it hangs: it is killed next
+    try: await asyncio.wait_for(child.farewell(child.handle), grace_s)
+    except asyncio.TimeoutError: return 'it hangs' # and is killed next
     except Exception as e:
         if not is_death(e): raise
 

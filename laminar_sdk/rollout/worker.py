@@ -70,6 +70,11 @@ class RolloutWorker:
 async def start(self: RolloutWorker):
     "Raise the engine, then begin to listen"
     await self.engine.start()
+    self.begin()
+
+@patch
+def begin(self: RolloutWorker):
+    "Listen, with an engine that is up"
     self.tasks = [asyncio.create_task(self._guard(t)) for t in (self._main(), self._reports())]
 
 @patch
@@ -214,12 +219,18 @@ async def abort(self: RolloutWorker, trajectories: list[int] = ()):
     for key in list(self.cut): await self.engine.abort(key)
 
 @patch
-async def stop(self: RolloutWorker, grace_s: float = 5. # for the last reports
-              ):
-    "Abort everything, hand over what there is, stop the engine"
+async def leave(self: RolloutWorker, grace_s: float = 5. # for the last reports
+               ):
+    "Abort everything, hand over what there is; the engine stays up, for another worker"
     if self.tasks and not self.dead: await self.abort()
     deadline = time.monotonic() + grace_s
     while self.tasks and (self.sending or any(self.outbox.parts)) and time.monotonic() < deadline: await asyncio.sleep(.01)
     if any(self.outbox.parts): log.warning('rollout %s stops with tokens that nobody took', self.index)
     for t in [*self.tasks, *self.flying.values()]: t.cancel()
+
+@patch
+async def stop(self: RolloutWorker, grace_s: float = 5. # for the last reports
+              ):
+    "Leave, and stop the engine"
+    await self.leave(grace_s)
     await self.engine.stop()
