@@ -84,9 +84,9 @@ async def _main(self: Coordinator):
 
 @patch
 async def _raise(self: Coordinator):
-    "Start every child; the manager as soon as the data actor has counted the prompts"
-    for child in (children.data(self), *(children.relay(self, i) for i in range(len(self.plan.hosts))),
-                  *(children.rollout(self, i) for i in range(len(self.plan.rollout_hosts))), children.actor(self)): self.supervisor.tend(child)
+    "Start every child, the slowest first; the manager as soon as the data actor has counted the prompts"
+    for child in (children.actor(self), *(children.rollout(self, i) for i in range(len(self.plan.rollout_hosts))), children.data(self),
+                  *(children.relay(self, i) for i in range(len(self.plan.hosts)))): self.supervisor.tend(child)
     both = [asyncio.ensure_future(x.wait()) for x in (self.ready, self.ended)]
     await asyncio.wait(both, return_when='FIRST_COMPLETED')
     for b in both: b.cancel()

@@ -47,23 +47,29 @@ class ActorShell(Shell):
         self.worker, self.client, self.socket, self.plain = None, None, None, None
         self.incarnation, self.step, self.lock = 0, 0, asyncio.Lock()
         self.starting, self.running, self.over = None, None, asyncio.Event()
+        self.warming = asyncio.get_running_loop().create_task(asyncio.to_thread(self._warm)) # seconds, while the others come up
 
     async def start(self, incarnation: int, checkpoints: str) -> dict:
         "Load the model and the newest valid checkpoint; a second call (of a coordinator that was restarted) tells the same again"
         if self.starting is None:
             self.incarnation = incarnation
-            self.starting = asyncio.create_task(asyncio.to_thread(self._load, Path(checkpoints)))
+            self.starting = asyncio.create_task(self._load(Path(checkpoints)))
         note = await asyncio.shield(self.starting)
         return dict(incarnation=self.incarnation, step=self.step, note=note)
 
-    def _load(self, checkpoints: Path) -> str:
+    def _warm(self): # an `ActorWorker`
         from laminar_sdk.training.actor import ActorWorker
-        from laminar_sdk.training.checkpoint import load, newest_valid
-        self.checkpoints = checkpoints
         options = {k: v for k, v in self.options.items() if k != 'gpus'}
-        self.worker = ActorWorker(self.config.model, algorithm=self.config.algorithm, publish_dtype=self.config.publish_dtype,
-                                  temperature=self.config.sampling.temperature, seed=self.config.seed, **options)
-        found, notes = newest_valid(checkpoints)
+        return ActorWorker(self.config.model, algorithm=self.config.algorithm, publish_dtype=self.config.publish_dtype,
+                           temperature=self.config.sampling.temperature, seed=self.config.seed, **options)
+
+    async def _load(self, checkpoints: Path) -> str:
+        self.checkpoints, self.worker = checkpoints, await self.warming
+        return await asyncio.to_thread(self._catch_up)
+
+    def _catch_up(self) -> str: # notes
+        from laminar_sdk.training.checkpoint import load, newest_valid
+        found, notes = newest_valid(self.checkpoints)
         if found is not None: self.step = load(found, self.worker)['step']
         return ''.join(f'; {n}' for n in notes)
 

@@ -129,10 +129,11 @@ def _chat(folder): return (folder/'chat_template.jinja').exists() or 'chat_templ
 def load_tokenizer(model: str | Path # a folder or a hub name
                   ) -> Any: # a transformers tokenizer
     "The tokenizer as its files say, with a padding token"
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
     folder = find_model(model, weights=False)
     plain = _json(folder/'tokenizer_config.json').get('tokenizer_class') in ('TokenizersBackend', 'PreTrainedTokenizerFast')
-    tokenizer = (PreTrainedTokenizerFast if plain else AutoTokenizer).from_pretrained(folder)
+    if plain: from transformers import PreTrainedTokenizerFast as Tokenizer # without torch: 1 s and 300 MB less than the other
+    else: from transformers import AutoTokenizer as Tokenizer
+    tokenizer = Tokenizer.from_pretrained(folder)
     if tokenizer.pad_token_id is None: tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
