@@ -130,8 +130,11 @@ button.on_click(lambda _: pathlib.Path('clicked').touch())
     kernel.run("from laminar_sdk.all import *\ncluster = Cluster.local()\nrun = Run.attach(cluster, 'kernel')\nview = run.dashboard()\nview")
     until(lambda: kernel.value('len(view.series.steps)') > 0)
     assert kernel.value("run.status()['state']") == 'running'
+    ctrl_c_in_a_terminal_leaves_it_and_says_how_to_come_back('kernel')
+    goes_on(run)
     kernel.run('run.stop()')
     until(lambda: kernel.value('view.series.state') == 'stopped' or not kernel.value('view.thread.is_alive()'))
+
 
     for cell in cells(model, tmp_path, 'end', 40): kernel.run(cell)
     kernel.manager.shutdown_kernel(now=True)
@@ -141,6 +144,15 @@ button.on_click(lambda _: pathlib.Path('clicked').touch())
     assert counts['train']['trained'] == 40 * 2 * 2
     from laminar_sdk.shells import names
     assert names('end/') == names('kernel/') == []
+
+
+def ctrl_c_in_a_terminal_leaves_it_and_says_how_to_come_back(name):
+    code = f"from laminar_sdk.all import *; Run.attach(Cluster.local(), {name!r}).wait()"
+    script = subprocess.Popen([sys.executable, '-u', '-c', code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert 'reward' in until(lambda: next((line for line in script.stdout if 'reward' in line), ''))
+    script.send_signal(signal.SIGINT)
+    _, said = script.communicate(timeout=20)
+    assert 'KeyboardInterrupt' in said and script.returncode and f"Run.attach(cluster, {name!r})" in said and f'laminar stop {name}' in said, said
 
 
 def test_all_cells_twice(cluster, model, tmp_path, kernel):
@@ -168,18 +180,6 @@ def test_all_cells_twice(cluster, model, tmp_path, kernel):
     goes_on(run)
     run.stop()
     Run(cluster, 'twice').close()
-
-
-def test_ctrl_c_in_a_terminal_leaves_the_run_and_says_how_to_come_back(cluster, model, tmp_path):
-    run = start(cluster, model, tmp_path, 'left', steps=1_000_000)
-    code = "from laminar_sdk.all import *; Run.attach(Cluster.local(), 'left').wait()"
-    script = subprocess.Popen([sys.executable, '-u', '-c', code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert 'reward' in until(lambda: next((line for line in script.stdout if 'reward' in line), ''))
-    script.send_signal(signal.SIGINT)
-    _, said = script.communicate(timeout=20)
-    assert 'KeyboardInterrupt' in said and script.returncode and "Run.attach(cluster, 'left')" in said and 'laminar stop left' in said, said
-    goes_on(run)
-    run.stop()
 
 
 @pytest.mark.long
