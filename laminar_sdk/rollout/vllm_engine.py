@@ -6,7 +6,7 @@
 __all__ = ['on_cpu', 'environment', 'VLLMEngine', 'start_method', 'eos_ids']
 
 # %% ../../nbs/rollout/02_vllm_engine.ipynb #bfa36c21
-import asyncio, multiprocessing, os, sys, time
+import asyncio, multiprocessing, os, sys, tempfile, time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -17,7 +17,7 @@ from fastcore.basics import patch
 
 from ..core.errors import ConfigError, IntegrityError, LaminarError, MissingError, ResourceError, RunError
 from .engine import Chunk, EngineDead, EngineStats, GenerationRequest, LoadReport, RequestRefused, check_request
-from .vllm_relay import BACKEND, OWNER, check_version, check_whole, vllm_version
+from .vllm_relay import BACKEND, LAST_WORDS, OWNER, check_version, check_whole, vllm_version
 
 # %% ../../nbs/rollout/02_vllm_engine.ipynb #ade475f4
 def on_cpu() -> bool:
@@ -63,12 +63,14 @@ class VLLMEngine:
         self.max_model_len, self.capacity, self.kv_cache_bytes, self.gpu_memory = max_model_len, max_num_seqs, kv_cache_bytes, gpu_memory
         self.threads, self.seed, self.start_method, self.start_timeout_s, self.load_timeout_s = threads, seed, start_method, start_timeout_s, load_timeout_s
         self.llm, self.cores, self.eos_ids, self.kv_tokens, self.flying, self.torn, self.before, self.vocab = None, [], (), 0, 0, '', '', 0
+        self.words = ''
         self.stream_interval, self.gauge, self.seconds, self.thread = stream_interval, None, {}, ThreadPoolExecutor(1, 'laminar-engine')
 
     def __repr__(self):
         state = f'core {self.pids()}, {self.flying} in flight' if self.llm else 'not started'
         return f'VLLMEngine({self.model_path!r}, {self.dtype}, {state})'
     def pids(self) -> list[int]: return [p.pid for p in self.cores]
+    def last_words(self) -> str: return Path(self.words).read_text()[-500:].strip() if self.words and Path(self.words).exists() else '' # of the core
 
 # %% ../../nbs/rollout/02_vllm_engine.ipynb #ea6d08f9
 @contextmanager
@@ -108,7 +110,9 @@ async def start(self: VLLMEngine):
         raise MissingError(f'no model folder at {self.model_path!r}', 'check the path, or give a hub name')
     check_version()
     self.start_method = start_method(self.start_method, self.cpu, self.threads)
-    os.environ.update(environment(self.cpu, self.threads, local, self.start_timeout_s))
+    fd, self.words = tempfile.mkstemp(prefix='laminar-core-')
+    os.close(fd)
+    os.environ.update(environment(self.cpu, self.threads, local, self.start_timeout_s) | {LAST_WORDS: self.words})
     loop = asyncio.get_running_loop()
     await loop.run_in_executor(self.thread, self._build)
     self.died = loop.create_future() # of a core that dies in the middle of a load, vLLM's own calls say nothing
@@ -128,8 +132,8 @@ def _build(self: VLLMEngine):
     try:
         with _forking(self.start_method): self.llm = AsyncLLM.from_vllm_config(config, stat_loggers=[self._make_gauge()])
     except Exception as e:
-        raise EngineDead(f'the engine core for {self.model_path!r} did not come up: {type(e).__name__}: {e}',
-                         'its own message stands above; VLLM_LOGGING_LEVEL=INFO says more') from e
+        raise EngineDead(f'the engine core for {self.model_path!r} did not come up: {self.last_words() or f"{type(e).__name__}: {e}"}',
+                         'VLLM_LOGGING_LEVEL=INFO says more') from e
     self.cores = [p for p in multiprocessing.active_children() if p not in before]
     self.vocab, self.eos_ids = config.model_config.get_vocab_size(), eos_ids(config.model_config)
     self.kv_tokens = config.cache_config.num_gpu_blocks * config.cache_config.block_size
@@ -142,7 +146,9 @@ def _arguments(self: VLLMEngine) -> dict:
                 logprobs_mode='processed_logprobs', skip_tokenizer_init=True, generation_config='vllm', enable_prefix_caching=True,
                 weight_transfer_config=WeightTransferConfig(backend=BACKEND), disable_log_stats=True, use_tqdm_on_load=False,
                 stream_interval=self.stream_interval, worker_extension_cls='laminar_sdk.rollout.vllm_transfer.RelayWorker')
-    if self.cpu: return both | dict(enforce_eager=True, block_size=32, kv_cache_memory_bytes=self.kv_cache_bytes)
+    if self.cpu: # without chunks: of a prompt in chunks that has a seed, vLLM takes an offset back that no generator of a CPU has, and dies
+        return both | dict(enforce_eager=True, block_size=32, kv_cache_memory_bytes=self.kv_cache_bytes, enable_chunked_prefill=False,
+                           max_num_batched_tokens=max(4096, self.max_model_len))
     return both | dict(tensor_parallel_size=self.tensor_parallel, gpu_memory_utilization=self.gpu_memory,
                        distributed_executor_backend='mp' if self.tensor_parallel > 1 else None) # inside a Ray actor vLLM would choose Ray
 
@@ -205,7 +211,9 @@ def _translated(engine: VLLMEngine):
     from vllm.v1.engine.exceptions import EngineDeadError
     try: yield
     except VLLMValidationError as e: raise RequestRefused(str(e), 'correct the request') from e
-    except EngineDeadError as e: raise EngineDead(f'the engine core of {engine.model_path!r} (pid {engine.pids()}) is gone', 'start a new engine') from e
+    except EngineDeadError as e:
+        words = engine.last_words()
+        raise EngineDead(f'the engine core of {engine.model_path!r} (pid {engine.pids()}) is gone{words and f": {words}"}', 'start a new engine') from e
 
 @patch
 def _alive(self: VLLMEngine):
@@ -295,4 +303,5 @@ async def stop(self: VLLMEngine):
         if llm.output_handler: llm.output_handler.cancel() # else it would report the core's death as a fault
         self._kill()
         await asyncio.get_running_loop().run_in_executor(self.thread, llm.shutdown)
+    if self.words: Path(self.words).unlink(missing_ok=True)
     self.thread.shutdown(wait=False)

@@ -15,7 +15,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 
 from ..core.errors import ConfigError, IntegrityError, LaminarError
 from .proof import prove_load
-from .vllm_relay import check_kernels, check_order
+from .vllm_relay import check_kernels, check_order, keep_last_words
 from ..weights.client import RelayClient
 
 # %% ../../nbs/rollout/01b_vllm_transfer.ipynb #d7a4b574
@@ -90,7 +90,8 @@ class RelayWorker:
     def laminar_report(self) -> dict: return self.weight_transfer_engine.report
 
     def laminar_check(self) -> str: # what is wrong; '' if nothing
-        "Whether versions can be loaded exactly into this model"
+        "Whether versions can be loaded exactly into this model; the first thing that a core is asked"
+        keep_last_words()
         try: check_order(self.weight_transfer_engine.model)
         except ConfigError as e: return e.message
         return ''
