@@ -49,7 +49,7 @@ def relay(c: Any, i: int # host
         c.sockets.pop(i, None)
         c.note('warning', f'relay/{i}: {reason}', f'relay/{i}')
         if c.manager is not None: await c.feed(ev.RelayLost(i, reason))
-    args = (c.config.name, i, c.plan.hosts[i].address, c.plan.secret, c.plan.keep_versions)
+    args = (c.config.name, i, c.plan.hosts[i].address, c.plan.secret, c.plan.keep_versions, c.plan.keyframe_every)
     return Child('relay', i, RelayShell, args, up, down, host=c.plan.hosts[i].options())
 
 async def chain(c: Any):

@@ -23,17 +23,19 @@ class RelayTier:
     def __init__(self,
                  cluster: Any, # `Cluster`
                  keep: int = 2, # versions that each relay holds
-                 publish_dtype: str = 'bfloat16' # what is published; masters stay fp32 in the actor
+                 publish_dtype: str = 'bfloat16', # what is published; masters stay fp32 in the actor
+                 keyframe_every: int = 50 # a full image after so many deltas in a row; 0: only full images
                 ):
         if keep < 1: raise ConfigError(f'RelayTier(keep={keep})', 'a relay holds at least 1 version')
         if publish_dtype not in ('bfloat16', 'float16', 'float32'):
             raise ConfigError(f'RelayTier(publish_dtype={publish_dtype!r})', "use 'bfloat16' (default), 'float16' or 'float32'")
-        self.cluster, self.keep, self.publish_dtype = cluster, keep, publish_dtype
+        if keyframe_every < 0: raise ConfigError(f'RelayTier(keyframe_every={keyframe_every})', 'use 0 for no deltas, or a number of versions')
+        self.cluster, self.keep, self.publish_dtype, self.keyframe_every = cluster, keep, publish_dtype, keyframe_every
 
     def plan_memory(self, parameters: int # of the model
                    ) -> int: # bytes of host memory on each host, at most
-        "The shared memory that each host gives: the versions kept, one being written, one being read by stragglers"
-        return (self.keep + 2) * parameters * {'float32': 4}.get(self.publish_dtype, 2)
+        "What each host gives: the versions kept, one on its way, and 64 MB; one image more for each older one that a straggler still reads or a link still sends"
+        return (self.keep + 1) * parameters * {'float32': 4}.get(self.publish_dtype, 2) + (64 << 20)
 
     def __repr__(self): return f'RelayTier(keep={self.keep}, publish_dtype={self.publish_dtype!r}, hosts={len(self.cluster.hosts)})'
 
@@ -56,13 +58,13 @@ def socket_folder(run: str # the run's name
 class RelayShell(Shell):
     "Carries one host's relay"
 
-    def __init__(self, run: str, host: int, address: str, secret: bytes, keep: int):
+    def __init__(self, run: str, host: int, address: str, secret: bytes, keep: int, keyframe_every: int):
         from laminar_sdk.weights.relay import Relay
         self.run, self.host, self.started = run, host, None
         self.coordinator = Peer(actor_name(run, 'coordinator'))
         self.loop = asyncio.get_running_loop()
         self.socket = socket_folder(run)/f'relay-{host}-{os.getpid()}.sock'
-        self.relay = Relay(f'host{host}', str(self.socket), listen=(address, 0), secret=secret, keep=keep,
+        self.relay = Relay(f'host{host}', str(self.socket), listen=(address, 0), secret=secret, keep=keep, keyframe_every=keyframe_every,
                            on_version=self._verified, on_failure=self._failed)
 
     async def start(self) -> dict:
@@ -70,20 +72,20 @@ class RelayShell(Shell):
         if self.started is None: self.started = asyncio.create_task(asyncio.to_thread(self.relay.start))
         await self.started
         return dict(socket=str(self.socket), address=self.relay.address,
-                    versions=[msgspec.to_builtins(self._ready(m, 0.)) for m in self.relay.versions()])
+                    versions=[msgspec.to_builtins(self._ready(m)) for m in self.relay.versions()])
 
-    def _ready(self, manifest, seconds: float) -> ev.VersionReady:
+    def _ready(self, manifest, seconds: float = 0., wire: int = 0) -> ev.VersionReady:
         return ev.VersionReady(self.host, manifest.version, manifest.step, manifest.incarnation, str(manifest.checksum),
-                               manifest.layout.nbytes, seconds)
+                               manifest.layout.nbytes, seconds, wire)
 
-    def _verified(self, manifest, seconds: float): self._tell(self._ready(manifest, seconds))
+    def _verified(self, *what): self._tell(self._ready(*what))
     def _failed(self, *what): self._tell(ev.Notice('warning', ' '.join(map(str, what)), f'relay/{self.host}'))
 
     def _tell(self, event):
         "From the relay's thread to the coordinator"
         asyncio.run_coroutine_threadsafe(self.coordinator.ask('tell', msgspec.msgpack.encode([event])), self.loop)
 
-    async def set_peers(self, peers: list): await asyncio.to_thread(self.relay.set_peers, [tuple(p) for p in peers])
+    async def set_peers(self, peers: list, hops: int = 1): await asyncio.to_thread(self.relay.set_peers, [tuple(p) for p in peers], hops)
     async def pin(self, version: int): self.relay.pin(version)
     async def unpin(self, version: int): self.relay.unpin(version)
     async def stats(self) -> dict: return self.relay.stats()

