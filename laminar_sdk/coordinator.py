@@ -24,6 +24,7 @@ from .scheduling.ledger import Ledger
 from .scheduling.manager import RolloutManager
 from .shells import ENDED, Shell, is_death
 from .supervisor import Supervisor
+from .tier import Tier
 
 # %% ../nbs/23_coordinator.ipynb #c8534105
 class Coordinator(Ending, Shell):
@@ -48,6 +49,7 @@ class Coordinator(Ending, Shell):
         self.data, self.manager, self.pipeline, self.asked, self.first_scored = None, None, None, time.monotonic(), None
         self.barren = 0 # steps in a row without an update
         self.supervisor = Supervisor(self.config.name, hopeless=self._hopeless) # a child that cannot be brought up ends the run
+        self.tier = Tier(self)
         if self.again: self.note('info', 'the run goes on from its directory', 'coordinator')
         if self.mark.exists(): self.begun.set()
         self.main = asyncio.get_running_loop().create_task(self._main())
@@ -115,6 +117,7 @@ async def _watch(self: Coordinator):
     while not self.ended.is_set():
         await asyncio.sleep(1)
         await self.feed(ev.Tick(self.tape.now()))
+        self.tier.feed(ev.RelayTick)
         for i, t in list(self.heard.items()):
             if time.monotonic() - t > self.plan.trust_s:
                 self.heard.pop(i)
@@ -174,10 +177,11 @@ async def tell(self: Coordinator, blob: bytes):
     told = msgspec.msgpack.decode(blob, type=list[_TOLD])
     for e in told:
         if isinstance(e, ev.Notice): self.tape.append('run', e)
+        if isinstance(e, ev.RelayHeard): self.tier.feed(ev.RelayHeard, e.host, e.incarnation, e.newest, e.arriving, e.nbytes)
     if self.first_scored is None and any(isinstance(e, ev.GroupScored) and e.reward for e in told): self.first_scored = self.tape.now()
-    await self.feed(*(e for e in told if not isinstance(e, ev.Notice)))
+    await self.feed(*(e for e in told if not isinstance(e, ev.Notice | ev.RelayHeard)))
 
-_TOLD = ev.VersionReady | ev.GroupScored | ev.Notice
+_TOLD = ev.VersionReady | ev.GroupScored | ev.RelayHeard | ev.Notice
 
 @patch
 async def feed(self: Coordinator, *events): await self.pipeline.feed(*events)
@@ -209,6 +213,7 @@ async def actor_socket(self: Coordinator) -> str:
 async def step_done(self: Coordinator, incarnation: int, step: int, version: int, metrics: dict):
     "A step is trained and published"
     if step not in self.table.batches and step in self.manager.ledger.steps: self.table.batch(step, **self.manager.batch_figures(step))
+    self.tier.published(version)
     await self._judge(step, metrics)
     await self.feed(ev.StepTrained(incarnation, step, version, metrics))
     self.tape.append('run', ev.StepDone(step, self.table.row(step, version, self.tape.now(), metrics)))

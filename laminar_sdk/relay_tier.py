@@ -6,7 +6,7 @@
 __all__ = ['RelayTier', 'socket_folder', 'RelayShell']
 
 # %% ../nbs/02_relay_tier.ipynb #2006b3b3
-import asyncio, hashlib, os, tempfile
+import asyncio, hashlib, os, tempfile, time
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ class RelayShell(Shell):
 
     def __init__(self, run: str, host: int, address: str, secret: bytes, keep: int, keyframe_every: int):
         from laminar_sdk.weights.relay import Relay
-        self.run, self.host, self.started = run, host, None
+        self.run, self.host, self.started, self.born, self.beating = run, host, None, time.time_ns(), None
         self.coordinator = Peer(actor_name(run, 'coordinator'))
         self.loop = asyncio.get_running_loop()
         self.socket = socket_folder(run)/f'relay-{host}-{os.getpid()}.sock'
@@ -71,7 +71,8 @@ class RelayShell(Shell):
         "Listen; a second call tells the same again"
         if self.started is None: self.started = asyncio.create_task(asyncio.to_thread(self.relay.start))
         await self.started
-        return dict(socket=str(self.socket), address=self.relay.address,
+        if self.beating is None: self.beating = asyncio.create_task(self._beat())
+        return dict(born=self.born, socket=str(self.socket), address=self.relay.address,
                     versions=[msgspec.to_builtins(self._ready(m)) for m in self.relay.versions()])
 
     def _ready(self, manifest, seconds: float = 0., wire: int = 0) -> ev.VersionReady:
@@ -80,6 +81,12 @@ class RelayShell(Shell):
 
     def _verified(self, *what): self._tell(self._ready(*what))
     def _failed(self, *what): self._tell(ev.Notice('warning', ' '.join(map(str, what)), f'relay/{self.host}'))
+
+    async def _beat(self, every_s: float = 1.):
+        "Say what is here, again and again: a process that is stopped, or cut off, does not die"
+        while True:
+            await self.coordinator.ask('tell', msgspec.msgpack.encode([ev.RelayHeard(0., self.host, self.born, *self.relay.progress())]))
+            await asyncio.sleep(every_s)
 
     def _tell(self, event):
         "From the relay's thread to the coordinator"
@@ -90,5 +97,6 @@ class RelayShell(Shell):
     async def unpin(self, version: int): self.relay.unpin(version)
     async def stats(self) -> dict: return self.relay.stats()
     async def stop(self):
+        if self.beating is not None: self.beating.cancel()
         await asyncio.to_thread(self.relay.stop)
         self.socket.unlink(missing_ok=True)

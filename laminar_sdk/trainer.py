@@ -98,9 +98,19 @@ async def _loop(self: ActorShell):
     await self.over.wait()
 
 @patch
-async def republish(self: ActorShell):
+async def republish(self: ActorShell) -> int: # the version
     "Publish the present weights under a new number, between steps"
-    async with self.lock: await self._publish_somewhere()
+    async with self.lock: return (await self._publish_somewhere())[0]
+
+@patch
+async def adopt(self: ActorShell, socket: str) -> bool: # False: there is nothing to give
+    "Give a relay of this host that has just come up the version that its predecessor had, from our memory; training goes on meanwhile"
+    from laminar_sdk.core.errors import ConfigError
+    sealed = self.client and self.client.writer.sealed
+    if sealed is None: return False
+    try: await asyncio.to_thread(sealed.hand_to, socket)
+    except ConfigError: return True # it has that version, or a newer one
+    return True
 
 @patch
 async def _publish_somewhere(self: ActorShell) -> tuple[int, dict]: # version, figures
@@ -119,8 +129,10 @@ async def _publish_somewhere(self: ActorShell) -> tuple[int, dict]: # version, f
 def _publish(self: ActorShell, version: int, socket: str) -> dict:
     from laminar_sdk.weights.client import RelayClient
     if socket != self.socket:
-        if self.client is not None: self.client.close()
-        self.client, self.socket = RelayClient(socket), socket
+        old, self.client, self.socket = self.client, RelayClient(socket), socket
+        if old is not None:
+            self.client.writer.sealed = old.writer.sealed # until the next one is, it is what another relay would be given
+            old.close()
     r = self.worker.publish(self.client, version, step=self.step, incarnation=self.incarnation)
     return {'publish_stall_s': r.stall_s, 'publish_bytes': r.nbytes, 'memcpy_s': self._memcpy(r.nbytes)}
 

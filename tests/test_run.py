@@ -92,15 +92,21 @@ def test_to_the_end(cluster, model, tmp_path):
 VICTIMS = ['rollout/0', 'actor/0', 'data/0', 'relay/1', 'relay/0', 'coordinator']
 
 
-def test_kill_9_of_each_in_turn(cluster, model, tmp_path):
-    run, step = start(cluster, model, tmp_path, 'kills', steps=40, engine=dict(step_s=.01)), 0
+def test_kill_9_of_each_in_turn_and_a_relay_that_is_stopped(cluster, model, tmp_path):
+    run, step = start(cluster, model, tmp_path, 'kills', steps=60, engine=dict(step_s=.01)), 0
+    relay = running(run, 1)['children']['relay/1']['pid']
+    os.kill(relay, signal.SIGSTOP) # a stopped process does not die
+    until(lambda: any('relay/1 is left out' in t for t in notices(run.events(max_items=1000))), 30)
+    os.kill(relay, signal.SIGCONT)
+    until(lambda: any('relay/1 is heard again' in t for t in notices(run.events(max_items=1000))), 30)
     for victim in VICTIMS:
         s = running(run, step + 2)
         step = s['step']
         os.kill(s['pid'] if victim == 'coordinator' else s['children'][victim]['pid'], signal.SIGKILL)
     _, counts, seen = finish(run)
-    assert counts['train']['trained'] == 40 * P * G, counts
+    assert counts['train']['trained'] == 60 * P * G, counts
     said = '\n'.join(notices(seen))
+    assert 'relay/0 has version' in said and 'nothing was published anew' in said, said
     for victim in ('rollout/0', 'actor', 'data', 'relay/1', 'relay/0', 'the coordinator'): assert f'{victim}: its process died' in said or (victim == 'the coordinator' and 'goes on from its directory' in said)
 
 

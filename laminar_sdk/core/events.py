@@ -6,7 +6,8 @@
 __all__ = ['encode_record', 'decode_record', 'decode_records', 'Event', 'RolloutJoined', 'RolloutLost', 'WaveStarted',
            'PullFailed', 'Progress', 'Refused', 'VersionReady', 'RelayLost', 'GroupScored', 'DataLost', 'ActorJoined',
            'ActorLost', 'BatchAsked', 'StepTrained', 'CheckpointSaved', 'Paused', 'Resumed', 'StopAsked', 'EvalAsked',
-           'Restarted', 'Tick', 'StepDone', 'EvalDone', 'Notice', 'RunEnded', 'Record']
+           'Restarted', 'Tick', 'RelayTold', 'RelayJoined', 'RelayGone', 'RelayHeard', 'LinkFailed', 'VersionSealed',
+           'SealGone', 'RelayTick', 'StepDone', 'EvalDone', 'Notice', 'RunEnded', 'Record']
 
 # %% ../../nbs/core/03_events.ipynb #02dfd33a
 from typing import Any
@@ -141,6 +142,54 @@ class Tick(Event, frozen=True):
     "Time passes"
     t: float # s since the run began
 
+# %% ../../nbs/core/03_events.ipynb #18d6ffdb
+class RelayTold(Event, frozen=True):
+    "Base of what this core is told"
+    t: float # s, on one clock for all
+
+class RelayJoined(RelayTold, frozen=True):
+    "A relay is up"
+    host: int
+    incarnation: int # higher in each life
+    address: tuple[str, int] # where peers reach it
+    actor: bool = False # whether the host has actor ranks
+    zone: str = '' # labels of the host; '' = unknown
+    rack: str = ''
+    newest: int = -1 # version that it holds already
+
+class RelayGone(RelayTold, frozen=True):
+    "A relay's process has died"
+    host: int
+    incarnation: int
+    reason: str = ''
+
+class RelayHeard(RelayTold, frozen=True):
+    "A relay lives, and says what it has"
+    host: int
+    incarnation: int
+    newest: int # version that it holds, verified
+    arriving: int = -1 # newer one that is coming in
+    nbytes: int = 0 # of that, so far
+
+class LinkFailed(RelayTold, frozen=True):
+    "A relay cannot bring a version to its next; neither because its own supply ended, nor because the other was busy"
+    host: int # who tried
+    peer: int # whom it did not reach
+    reason: str = ''
+
+class VersionSealed(RelayTold, frozen=True):
+    "The actor has sealed a version in the memory of this host"
+    version: int
+    host: int
+
+class SealGone(RelayTold, frozen=True):
+    "No process of the actor on this host has its images mapped any more, or they were refused"
+    host: int
+    reason: str = ''
+
+class RelayTick(RelayTold, frozen=True):
+    "Time passes; to come several times in each `silent_s`"
+
 # %% ../../nbs/core/03_events.ipynb #84434381
 class StepDone(Event, frozen=True):
     "One row of the run's table"
@@ -170,13 +219,14 @@ class RunEnded(Event, frozen=True):
 # %% ../../nbs/core/03_events.ipynb #48d19ece
 class Record(msgspec.Struct, frozen=True, array_like=True):
     "An event in a stream of the flight recorder"
-    stream: str # `manager` for the core's inputs, `run` for observations
+    stream: str # `manager` and `relays` for the cores' inputs, `run` for observations
     seq: int # 1, 2, 3 … within the stream
     t: float # s since the run began
     wall: float # s since the epoch
     event: ('RolloutJoined | RolloutLost | WaveStarted | PullFailed | Progress | Refused | VersionReady | RelayLost | GroupScored | '
             'DataLost | ActorJoined | ActorLost | BatchAsked | StepTrained | CheckpointSaved | Paused | Resumed | StopAsked | '
-            'EvalAsked | Restarted | Tick | StepDone | EvalDone | Notice | RunEnded')
+            'EvalAsked | Restarted | Tick | StepDone | EvalDone | Notice | RunEnded | '
+            'RelayJoined | RelayGone | RelayHeard | LinkFailed | VersionSealed | SealGone | RelayTick')
 
 encode_record = msgspec.msgpack.Encoder().encode
 decode_record = msgspec.msgpack.Decoder(Record).decode

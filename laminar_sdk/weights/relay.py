@@ -178,6 +178,13 @@ def versions(self: Relay) -> list[Manifest]: # oldest first
     return self.shelf.versions()
 
 @patch
+def progress(self: Relay) -> tuple[int, int, int]: # newest version, the newer one that is arriving or -1, bytes of it
+    "How far this relay is"
+    with self.shelf.changed:
+        coming = max((i for i in self.shelf.store.images if i.version > self.shelf.store.newest and not i.failed), key=lambda i: i.version, default=None)
+        return self.shelf.store.newest, *((coming.version, coming.received) if coming else (-1, 0))
+
+@patch
 def pin(self: Relay, version: int): self.shelf.pin(version)
 
 @patch

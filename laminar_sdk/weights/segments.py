@@ -9,7 +9,7 @@ __all__ = ['F_SEAL_FUTURE_WRITE', 'MADV_POPULATE_WRITE', 'MAP_NORESERVE', 'PAGE'
 # %% ../../nbs/weights/01_segments.ipynb #838976a4
 import errno, fcntl, itertools, mmap, os, threading, weakref
 from pathlib import Path
-from ..core.errors import ResourceError
+from ..core.errors import ConfigError, ResourceError
 
 # %% ../../nbs/weights/01_segments.ipynb #029c7a9f
 _V1 = 'memory.limit_in_bytes', 'memory.usage_in_bytes', 'total_inactive_file'
@@ -107,6 +107,21 @@ class Segment:
             if e.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFAULT): raise no_space(self.nbytes, free_memory(), 0) from e
             raise
 
+    @classmethod
+    def adopt(cls, fd: int # of a segment that another process made; stays the caller's
+             ) -> 'Segment':
+        "A segment whose relay is gone, from whoever still has it mapped: sealed, read here, never written again"
+        found = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        if ~found & (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW): raise ConfigError('what is handed over is no segment: its size can change', 'pass a descriptor that a relay gave out')
+        self = cls.__new__(cls)
+        self.nbytes, self.owner, self.id, self.orphan = os.fstat(fd).st_size, None, next(cls._ids), True
+        self.fd = os.dup(fd)
+        self._closing = weakref.finalize(self, os.close, self.fd)
+        self._closing.atexit = False
+        self.seal()
+        self.memory = mmap.mmap(self.fd, self.nbytes, prot=mmap.PROT_READ)
+        return self
+
     def seal(self):
         "From now on no new writer, and nobody may change the seals"
         if not self.sealed: fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
@@ -178,6 +193,13 @@ class SegmentPool:
         with self._lock:
             for s in (*self.free, *self.used): s.orphan |= s.owner is owner
             self._close([s for s in self.free if s.orphan])
+
+    def adopt(self, fd: int # stays the caller's
+             ) -> Segment:
+        "Take in a segment that another relay made"
+        new = Segment.adopt(fd)
+        with self._lock: self.used.add(new)
+        return new
 
     def _close(self, gone):
         for s in list(gone):

@@ -8,7 +8,7 @@ __all__ = ['Service']
 # %% ../../nbs/weights/01d_service.ipynb #04d10c95
 import itertools, os, socket, time
 from fastcore.basics import patch
-from ..core.errors import ClusterError, IntegrityError, LaminarError, ResourceError
+from ..core.errors import ClusterError, ConfigError, IntegrityError, LaminarError, ResourceError
 from .layout import Layout, Manifest, checksum
 from .segments import Segment
 from .store import Failure, Image, Shelf
@@ -30,17 +30,19 @@ class Service:
     def run(self):
         "Serve until the client is gone, then take back what it had"
         try:
-            while True: self.handle(self.line.recv(None)[0])
+            while True: self.handle(*self.line.recv(None))
         except ClusterError: return # the client is gone: the normal end
         except IntegrityError as e: self.shelf.report(Failure('local', e.message))
         finally: self.close()
 
-    def handle(self, m):
-        "One request; errors of ours are answers"
-        try: getattr(self, f'_{type(m).__name__.lower()}')(m)
+    def handle(self, m, fd: int | None = None):
+        "One request, and the descriptor that came with it; errors of ours are answers"
+        try: self._adopt(m, fd) if isinstance(m, wire.Adopt) else getattr(self, f'_{type(m).__name__.lower()}')(m)
         except ClusterError: raise # the client is gone
         except LaminarError as e: self.line.send(wire.failed(e))
         except OSError as e: self.line.send(wire.failed(ResourceError(f'the host refuses a segment: {e}', 'look at `ulimit -n` of the relay')))
+        finally:
+            if fd is not None: os.close(fd)
 
     def close(self):
         self.line.close()
@@ -69,6 +71,17 @@ def _seal(self: Service, m: wire.Seal):
         self.refused = e.message
         self.shelf.give(segment)
         self.shelf.report(Failure('seal', e.message, m.version))
+
+@patch
+def _adopt(self: Service, m: wire.Adopt, fd: int | None):
+    if fd is None: raise ConfigError('an image without a descriptor', 'send it along')
+    self.shelf.store.check(m.version)
+    born, segment = time.perf_counter(), self.shelf.pool.adopt(fd)
+    try: self.shelf.put(Manifest(m.version, m.layout, checksum(segment.memory, m.layout), m.step, m.incarnation), segment, born)
+    except LaminarError:
+        self.shelf.give(segment)
+        raise
+    self.line.send(wire.Newest(self.shelf.store.newest))
 
 @patch
 def _abandon(self: Service, m: wire.Abandon): self.shelf.give(self._draft(m.segment)[0])
