@@ -7,9 +7,10 @@ __all__ = ['RelayInit', 'RelayUpdate', 'RelayEngine', 'RelayWorker']
 
 # %% ../../nbs/rollout/01b_vllm_transfer.ipynb #1c8400ad
 #| eval: false
-import math
+import math, time
 from dataclasses import dataclass
 
+import torch
 from fastcore.basics import patch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
@@ -95,3 +96,17 @@ class RelayWorker:
         try: check_order(self.weight_transfer_engine.model)
         except ConfigError as e: return e.message
         return ''
+
+    def laminar_race(self, socket_path: str, version: int, file: str, n: int) -> dict[str, list[float]]: # seconds
+        "For benchmarks: the model's own loader, n times from the relay (map and load) and n times from a safetensors file of the same tensors"
+        from safetensors import safe_open
+        load, took = self.weight_transfer_engine.model.load_weights, dict(relay=[], file=[])
+        def relay():
+            with RelayClient(socket_path) as client, client.pull(version) as pulled: load(pulled.views().items())
+        def from_file():
+            with safe_open(file, 'pt') as tensors: load((name, tensors.get_tensor(name)) for name in tensors.keys())
+        for kind in [relay, from_file] * n:
+            began = time.perf_counter()
+            with torch.no_grad(): kind()
+            took['relay' if kind is relay else 'file'].append(time.perf_counter() - began)
+        return took
