@@ -35,6 +35,7 @@ class Coordinator(Ending, Shell):
         from laminar_sdk.data.rundir import RunDir
         from laminar_sdk.tape import Tape, header
         self.plan, self.config = plan, plan.config
+        self.wanted = str(Path(plan.run_dir).expanduser().absolute())
         plan.run_dir = str(choose_folder(plan))
         self.dir = RunDir(plan.run_dir).create(describe(plan))
         self.journal = Journal(self.dir.ledger)
@@ -177,6 +178,7 @@ async def tell(self: Coordinator, blob: bytes):
     told = msgspec.msgpack.decode(blob, type=list[_TOLD])
     for e in told:
         if isinstance(e, ev.Notice): self.tape.append('run', e)
+        if isinstance(e, ev.VersionReady): self.tier.shown(e)
         if isinstance(e, ev.RelayHeard): self.tier.feed(ev.RelayHeard, e.host, e.incarnation, e.newest, e.arriving, e.nbytes)
     if self.first_scored is None and any(isinstance(e, ev.GroupScored) and e.reward for e in told): self.first_scored = self.tape.now()
     await self.feed(*(e for e in told if not isinstance(e, ev.Notice | ev.RelayHeard)))
@@ -326,6 +328,12 @@ async def events(self: Coordinator, since: int = 0, max_items: int = 1000, wait_
 async def audit(self: Coordinator) -> list[str]:
     "What does not add up in the ledger (nothing, if all is well)"
     return self.manager.ledger.audit() if self.manager else []
+
+@patch
+async def where(self: Coordinator) -> dict:
+    "The directory that was wished for, the one that it is, and the step that it goes on from"
+    there = [int(p.name.rpartition('-')[2]) for p in self.dir.checkpoints.glob('step-*') if p.is_dir()]
+    return dict(wanted=self.wanted, run_dir=str(self.dir.path), step=max(there, default=0))
 
 @patch
 async def description(self: Coordinator) -> dict: return describe(self.plan)

@@ -6,7 +6,7 @@
 __all__ = ['DataService']
 
 # %% ../nbs/24_data_service.ipynb #20eec1ae
-import asyncio
+import asyncio, os
 from typing import Any
 
 import msgspec
@@ -52,7 +52,7 @@ class DataService(Shell):
         for kind in ('train', 'eval'):
             store = PromptStore(self.dir.prompts, kind)
             if store.path.exists(): self.prompts[kind] = store, store.tokenize(self.tokenizer, self.config.max_model_len)
-        self.pool = RewardPool((self.dir.functions/'rewards.bin').read_bytes())
+        self.pool = RewardPool((self.dir.functions/'rewards.bin').read_bytes(), log=self._log)
         counts = {k: len(ids.usable) for k, (_, ids) in self.prompts.items()}
         return {'train': counts['train'], 'eval': counts.get('eval', 0), 'skipped': sum(len(ids.skipped) for _, ids in self.prompts.values())}
 
@@ -154,8 +154,9 @@ async def fetch(self: DataService, ids: list[int]) -> list[Trajectory]:
 async def last(self: DataService, n: int) -> bytes:
     "The newest scored trajectories, as an Arrow stream"
     import pyarrow as pa
-    from laminar_sdk.data.trajectories import to_table
-    table = to_table(await asyncio.to_thread(self.store.last, n))
+    from laminar_sdk.data.trajectories import readable
+    newest = await asyncio.to_thread(self.store.last, n)
+    table = await asyncio.to_thread(readable, newest, self.tokenizer.decode)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as w: w.write_table(table)
     return sink.getvalue().to_pybytes()
@@ -164,6 +165,13 @@ async def last(self: DataService, n: int) -> bytes:
 async def logs(self: DataService, what: str, tail: int) -> list[str]:
     "What reward functions printed, and how they failed"
     return self.pool.logs(tail)
+
+@patch
+def _log(self: DataService, line: str, most: int = 16 << 20):
+    "A line into `logs/reward.log`, for those who look when the run is over"
+    file = self.dir.logs/'reward.log'
+    if file.exists() and file.stat().st_size > most: return
+    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 'a') as f: f.write(line + '\n')
 
 @patch
 async def release(self: DataService, ids: list[int]): self.store.release(ids)

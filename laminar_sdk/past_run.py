@@ -10,6 +10,7 @@ from pathlib import Path
 
 
 from .core import events as ev
+from .core.errors import MissingError
 
 # %% ../nbs/06a_past_run.ipynb #aec929c1
 class PastRun:
@@ -42,8 +43,28 @@ class PastRun:
     def trajectories(self, last: int = 500): # a `datasets.Dataset`
         "The newest scored trajectories"
         import datasets
-        from laminar_sdk.data.trajectories import TrajectoryStore, to_table
-        return datasets.Dataset(to_table(TrajectoryStore(self.dir.trajectories, read_only=True).last(last)))
+        from laminar_sdk.data.trajectories import TrajectoryStore, readable
+        return datasets.Dataset(readable(TrajectoryStore(self.dir.trajectories, read_only=True).last(last), self._decode()))
+
+    def _decode(self): # token ids -> text, or None where the model is not here
+        from laminar_sdk.core.errors import LaminarError
+        from laminar_sdk.training.policy import load_tokenizer
+        try: return load_tokenizer(self.config['model']).decode
+        except LaminarError: return None
+
+    def logs(self, what: str = 'reward', tail: int = 50) -> list[str]:
+        "The last lines that user code printed, tracebacks included"
+        file = self.dir.logs/f'{what}.log'
+        return file.read_text(errors='replace').splitlines()[-tail:] if file.exists() and tail else []
+
+    def save_model(self, out: str | Path # folder to write
+                  ) -> Path:
+        "The newest checkpoint as a Hugging Face folder"
+        from laminar_sdk.training.checkpoint import export, newest_valid
+        found, _ = newest_valid(self.dir.checkpoints)
+        if found is None: raise MissingError(f'{self.dir.checkpoints} holds no checkpoint', 'the run writes one every `checkpoint` steps and after the last')
+        export(found, out)
+        return Path(out)
 
     def ledger(self): # `scheduling.ledger.Ledger`
         "The ledger, built again from its rows"

@@ -52,6 +52,11 @@ def gone(self: Tier, host: int, reason: str):
     if host in self.core.members: self.feed(ev.RelayGone, host, self.core.members[host].who.incarnation, reason)
 
 @patch
+def shown(self: Tier, e: ev.VersionReady):
+    "A version is whole on a host: at once, not with the next word of its relay"
+    if m := self.core.members.get(e.host): self.feed(ev.RelayHeard, e.host, m.who.incarnation, e.version)
+
+@patch
 def published(self: Tier, version: int):
     "The actor has put a version into the memory of its host"
     self.feed(ev.VersionSealed, version, self.c.plan.actor_host)
@@ -72,11 +77,12 @@ def _do_Adopt(self: Tier, c: ms.Adopt): self._later(self._adopt(c.host, c.versio
 @patch
 async def _adopt(self: Tier, host: int, version: int):
     "The actor gives the relay of its host what it published last; no copy, no stall"
-    try: given = await self.c.supervisor.children['actor/0'].handle.adopt.remote(self.c.sockets[host][0])
-    except Exception as e: given, why = False, f'{type(e).__name__}: {e}'
-    else: why = 'the actor has published nothing in this life'
+    actor, socket = self.c.supervisor.children['actor/0'].handle, self.c.sockets.get(host)
+    if actor is None or socket is None: return # one of the two is down; the core asks again
+    try: given = await actor.adopt.remote(socket[0])
+    except Exception as e: return self.c.note('warning', f'relay/{host} could not take version {version} over: {type(e).__name__}: {e}', f'relay/{host}')
     if given: self.c.note('info', f'relay/{host} has version {version} again, nothing was published anew', f'relay/{host}')
-    else: self.feed(ev.SealGone, host, why)
+    else: self.feed(ev.SealGone, host, 'the actor has published nothing in this life')
 
 @patch
 def _do_AskActorToPush(self: Tier, c: ms.AskActorToPush):

@@ -14,6 +14,7 @@ from fastcore.basics import patch
 
 from .core.config import GRPO, Eval, RunConfig, Sampling, as_rewards, for_training
 from .core.errors import ConfigError
+from .rollout_pool import needs_cluster
 from .shells import Peer, Shell, actor_name
 
 # %% ../nbs/04_trainer.ipynb #fc62c7b2
@@ -29,6 +30,7 @@ class Trainer:
                  threads: int = 1, # of the actor, on a CPU
                  gpus: int | None = None # of the actor; None = 1 where there are GPUs
                 ):
+        needs_cluster(cluster, 'Trainer')
         if not isinstance(algorithm, GRPO): raise ConfigError(f'algorithm={algorithm!r}', 'pass a GRPO(…)')
         self.cluster, self.model, self.relays, self.algorithm, self.threads = cluster, str(model), relays, algorithm, threads
         self.gpus = gpus if gpus is not None else int(cluster.hosts[0].gpus >= 1)
@@ -182,6 +184,7 @@ def fit(self: Trainer,
        ): # a `Run`
     "Start training and return at once"
     from laminar_sdk.launch import Launch
+    if isinstance(sampling, dict): sampling = Sampling(**sampling)
     config = RunConfig(name=name, model=self.model, steps=steps, prompts_per_step=prompts_per_step, algorithm=self.algorithm,
                        sampling=for_training(sampling), schedule=schedule, max_staleness=max_staleness, max_groups=max_groups,
                        eval=eval or Eval(), checkpoint_every=checkpoint, publish_dtype=self.relays.publish_dtype,

@@ -87,6 +87,10 @@ def test_to_the_end(cluster, model, tmp_path):
     assert audit.returncode == 0 and 'The ledger adds up' in audit.stdout, audit.stdout + audit.stderr
     from laminar_sdk.shells import names
     assert names('end/') == []
+    assert list(run.history().index) == list(range(1, STEPS + 1)) and run.audit() == [] and len(run.evaluations()) == 2 # from its directory
+    row = run.trajectories(4)[0]
+    assert row['prompt'][1] == '+' and len(row['response']) >= len(row['response_ids']) - 1 and isinstance(row['reward'], float) and row['answer'] is not None
+    with pytest.raises(MissingError, match=s['run_dir']): run.status()
 
 
 VICTIMS = ['rollout/0', 'actor/0', 'data/0', 'relay/1', 'relay/0', 'coordinator']
@@ -147,7 +151,9 @@ def tensor(completions, **kw):
 
 def test_a_reward_that_never_works_ends_the_run_and_says_why(cluster, model, tmp_path):
     run = start(cluster, model, tmp_path, 'bad', reward=raises)
+    with pytest.raises(RunError, match='no reward today'): run.wait(show=False)
     s, counts, _ = finish(run, 'failed')
+    assert 'no reward today' in '\n'.join(run.logs())
     assert 'reward_error' in s['reason'] or 'no reward today' in s['reason'], s['reason']
     assert counts['train'].get('failed', 0) >= 3 * P * G
 
@@ -265,6 +271,7 @@ def test_interrupted_fit_leaves_no_actor_20_times(cluster, model, tmp_path): ass
 def test_bad_arguments_are_errors_in_the_cell(cluster, model, tmp_path):
     for kw, kind, words in ((dict(name='no/slash'), ConfigError, 'name'), (dict(prompts=[dict(question='x')]), ConfigError, 'prompt'),
                             (dict(template='{nothing}'), ConfigError, 'nothing'), (dict(schedule='sync'), ConfigError, 'sync'),
+                            (dict(reward=lambda x: 1.), ConfigError, 'by keyword'), (dict(prompts=[dict(prompt=[dict(role='user', content='x')])]), ConfigError, 'chat template'),
                             (dict(sampling=Sampling(top_p=.5)), ConfigError, 'top_p')):
         with pytest.raises(kind, match=words): start(cluster, model, tmp_path, **({'name': 'bad'} | kw))
     with pytest.raises(MissingError, match='nowhere'): start(cluster, 'nowhere', tmp_path, 'bad')
