@@ -65,7 +65,7 @@ def rollout(c: Any, i: int) -> Child:
         if not newborn: await handle.abort.remote([])
         c.heard[i] = time.monotonic()
         await c.feed(ev.RolloutJoined(i, host, info['capacity'], version, info['kv_tokens']))
-        c.note('info', f"rollout/{i} is up; it took {info['seconds']:.0f} s", f'rollout/{i}')
+        c.note('info', f"rollout/{i} is up; it took {info['seconds']:.0f} s" if newborn else f'rollout/{i} was up already', f'rollout/{i}')
     async def down(reason):
         c.heard.pop(i, None) # a report that comes after this is not counted as a sign of life
         c.note('warning', f'rollout/{i}: {reason}; its trajectories are placed again', f'rollout/{i}')

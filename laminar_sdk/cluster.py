@@ -117,7 +117,7 @@ def local(cls: Cluster,
          ) -> Cluster:
     "Find or start the embedded cluster of that name"
     for field_, value, least in ('hosts', hosts, 1), ('cpus', cpus, 0), ('gpus', gpus, 0), ('idle_timeout_s', idle_timeout_s, 1), ('object_store_bytes', object_store_bytes, 75 << 20):
-        if value is not None and not value >= least: raise ConfigError(f'{field_}={value!r}', f'must be at least {least}')
+        if value is not None and not (isinstance(value, (int, float)) and value >= least): raise ConfigError(f'{field_}={value!r}', f'must be at least {least}')
     if os.environ.get('RAY_ADDRESS', 'local') != 'local': return cls.attach(os.environ['RAY_ADDRESS'], hosts=hosts)
     record = embedded.ensure(name, hosts, idle_timeout_s, cpus=cpus, gpus=gpus, port=port, client_port=client_port,
                              dashboard_port=embedded.free_port() if dashboard else 0, object_store_bytes=object_store_bytes)

@@ -187,7 +187,8 @@ def ray_start(record: Record, cpus, gpus, port, client_port, dashboard_port, obj
                    plasma_directory=record.temp_dir if room < 1.2 * object_store_bytes else None) # containers give /dev/shm 64 MB
     flags = [f'--{k.replace("_", "-")}={v}' for k, v in options.items() if v is not None]
     env = dict(RAY_AUTH_MODE='token', RAY_AUTH_TOKEN_PATH=str(record.token_path), RAY_USAGE_STATS_ENABLED='0', GRPC_ENABLE_FORK_SUPPORT='0',
-               RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S='0') # else SIGTERM waits 30 s for detached actors
+               RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S='0', # else SIGTERM waits 30 s for detached actors
+               RAY_worker_maximum_startup_concurrency='16') # a run is a dozen actors; by default Ray warns of so many on two cores
     if not (client_port or dashboard_port): env['RAY_START_HOOK'] = 'laminar_sdk.embedded.loopback'
     return [sys.executable, '-m', 'ray.scripts.scripts', 'start', '--head', '--block', '--no-monitor', '--disable-usage-stats', *flags], env
 
@@ -199,6 +200,7 @@ def ensure(name: str,
            **options # `cpus, gpus, port, client_port, dashboard_port, object_store_bytes`, see `ray_start`
           ) -> Record:
     "Find the cluster of that name, or start it"
+    load(name) # raises when the name cannot be one
     with lock(name):
         if (record := find(name)) is not None:
             if hosts in (None, record.hosts): return record

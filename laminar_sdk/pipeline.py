@@ -34,7 +34,7 @@ class Plan:
     resume: str = 'auto'
     files: dict[str, str] = field(default_factory=dict) # hashes of the prompts, by path
     trust_s: float = 60. # silence after which a rollout counts as hung
-    linger_s: float = 1800. # how long a finished run stays, for questions
+    linger_s: float = 600. # how long a finished run stays, for questions; afterwards its directory answers
 
 # %% ../nbs/22_pipeline.ipynb #48b8ac13
 class Pipeline:
