@@ -8,7 +8,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(200)]
 CONFIG = '''
 model = "{model}"
 [cluster]
-name = "default"
+name = "{cluster}"
 hosts = 2
 [relays]
 keep = 3
@@ -43,19 +43,18 @@ def config(tmp_path_factory):
     p.tokenizer.save_pretrained(home/'model')
     (home/'prompts.jsonl').write_text('\n'.join(json.dumps(dict(prompt=f'{a}+1=')) for a in range(10)))
     (home/'own_rewards.py').write_text('def length(completions, **kwargs): return [len(c) / 100 for c in completions]\n')
-    def write(name, steps):
+    def write(name, steps, cluster='default'):
         file = home/f'{name}.toml'
-        file.write_text(CONFIG.format(model=home/'model', name=name, prompts=home/'prompts.jsonl', steps=steps, folder=home/'runs'/name))
+        file.write_text(CONFIG.format(model=home/'model', name=name, prompts=home/'prompts.jsonl', steps=steps, folder=home/'runs'/name, cluster=cluster))
         return file
     return write
 
 
 def laminar(*args, check=0):
-    "Run the command; its last line, if that is JSON"
+    "Run the command; with `--json` what it answers, which is all that the output holds"
     done = subprocess.run([sys.executable, '-m', 'laminar_sdk.cli', *map(str, args)], capture_output=True, text=True, timeout=150)
     assert done.returncode == check, done.stdout[-3000:] + done.stderr[-3000:]
-    last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else ''
-    return json.loads(last) if '--json' in args else done.stdout + done.stderr
+    return json.loads(done.stdout) if '--json' in args else done.stdout + done.stderr
 
 
 def test_run_audit_report(cluster, config, tmp_path):
@@ -69,13 +68,17 @@ def test_run_audit_report(cluster, config, tmp_path):
     assert laminar('status', '--json')['runs'] == []
 
 
-def test_status_and_stop_of_a_detached_run(cluster, config):
-    assert laminar('run', config('detached', 1000), '--detach', '--json') == {'run': 'detached'}
+def test_a_detached_run_is_found_on_whichever_cluster_it_lives(cluster, config):
+    "Beside the session's own cluster, on a second one that this run starts"
+    said = laminar('run', config('detached', 1000, 'second'), '--detach')
+    assert 'laminar status detached' in said and "'second' stays up for 30 minutes" in said
     s = laminar('status', 'detached', '--json')
-    assert s['state'] in ('starting', 'running') and s['steps'] == 1000
-    assert [r['name'] for r in laminar('status', '--json')['runs']] == ['detached']
+    assert s['state'] in ('starting', 'running') and s['steps'] == 1000 and s['cluster'] == 'second'
+    assert 'no run' in (table := laminar('status')) and ' of 1,000' in table # the other cluster is listed too
+    assert 'detached (on second)' in laminar('stop', 'nosuch', check=2)
+    assert 'end it first: laminar stop detached' in laminar('shutdown', 'second', check=2)
     assert laminar('stop', 'detached', '--json')['state'] == 'stopped'
-    assert laminar('status', '--json')['runs'] == []
+    assert laminar('shutdown', 'second', '--json')['runs'] == []
 
 
 def test_sigterm_stops_the_run_in_order(cluster, config):
@@ -90,12 +93,66 @@ def test_sigterm_stops_the_run_in_order(cluster, config):
     assert names('term/') == []
 
 
-def test_errors_are_for_people(tmp_path):
-    assert 'no config at' in laminar('run', tmp_path/'nothing.toml', check=2)
-    (tmp_path/'bad.toml').write_text('model = "m"\n[fitt]\n')
-    assert "unknown ['fitt']" in laminar('run', tmp_path/'bad.toml', check=2)
-    assert 'is not a run directory' in laminar('audit', tmp_path, check=2)
-    assert 'no notebook at' in laminar('export', tmp_path/'x.ipynb', '-o', tmp_path/'x.py', check=2)
+@pytest.fixture
+def complaint(monkeypatch, capfd, laminar_home):
+    "Run the command in this process; what it complains of"
+    from laminar_sdk import cli
+    def run(*args):
+        monkeypatch.setattr(sys, 'argv', ['laminar', *map(str, args)])
+        with monkeypatch.context() as m, pytest.raises(SystemExit) as e:
+            m.setattr(sys, 'path', sys.path[:])
+            cli.main()
+        said = capfd.readouterr()
+        assert e.value.code == 2 and 'Traceback' not in said.err and '→' in said.err
+        return said.err + said.out
+    return run
+
+
+def test_errors_are_for_people(complaint, tmp_path):
+    assert 'no config at' in complaint('run', tmp_path/'nothing.toml')
+    assert 'is not a run directory' in complaint('audit', tmp_path)
+    assert 'no notebook at' in complaint('export', tmp_path/'x.ipynb', '-o', tmp_path/'x.py')
+    assert 'there is no folder /nonexistent' in complaint('report', tmp_path, '-o', '/nonexistent/x.html')
+    assert "no model '/nonexistent'" in complaint('demo', '--model', '/nonexistent')
+    assert '--model smollm2' in complaint('demo', '--data', 'foo')
+    assert json.loads(complaint('audit', tmp_path, '--json').splitlines()[-1])['remedy'] == 'check the path'
+    (tmp_path/'folder.ipynb').mkdir()
+    assert 'folder.ipynb: Is a directory' in complaint('export', tmp_path/'folder.ipynb', '-o', tmp_path/'x.py') # nothing of ours had checked that
+
+
+@pytest.mark.parametrize('right, wrong, said', [
+    ('[fit]', '[fitt]', "'fitt', which is no section; did you mean 'fit'?"), ('steps = 3', 'stepz = 3', "[fit] has no key 'stepz'; did you mean 'steps'?"),
+    ('replicas = 2', 'replicas = "two"', "[pool] replicas = 'two'"), ('group_size = 2', 'group_size = 0', 'GRPO.group_size = 0'),
+    ('own_rewards:length', 'nomod:x', "there is no module 'nomod'"), ('own_rewards:length', 'own_rewards:lenght', "did you mean 'length'?"),
+    ('prompts.jsonl', 'nothing.jsonl', 'there is no such file'), ('model = "', 'model = ', 'is no TOML: Invalid value (at line 2')])
+def test_a_wrong_config_starts_nothing(right, wrong, said, complaint, config):
+    file = config('wrong', 3, 'never')
+    assert right in file.read_text()
+    file.write_text(file.read_text().replace(right, wrong, 1))
+    assert said in complaint('run', file)
+    from laminar_sdk import embedded
+    assert 'never' not in embedded.names()
+
+
+def test_an_interrupted_demo_says_what_was_stopped(laminar_home, tmp_path):
+    "Ctrl-C while its cluster comes up; nothing is left, which the session's end checks"
+    p = subprocess.Popen([sys.executable, '-m', 'laminar_sdk.cli', 'demo', '--runs', tmp_path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    began = time.monotonic()
+    p.stdout.readline()
+    assert 'Ctrl-C ends everything' in p.stdout.readline() and time.monotonic() - began < 5 # on shared cores; alone, half a second
+    while not [*(laminar_home/'clusters').glob('demo-*.json')] and time.monotonic() - began < 20: time.sleep(.05)
+    p.send_signal(signal.SIGINT)
+    _, said = p.communicate(timeout=60)
+    assert not [*(laminar_home/'clusters').glob('demo-*.json')]
+    assert p.returncode == 130 and 'Stopped:' in said and 'Traceback' not in said
+
+
+def test_the_help_of_run_is_whole(capsys, monkeypatch):
+    from laminar_sdk import cli, run_file
+    monkeypatch.setattr(sys, 'argv', ['laminar', 'run', '--help'])
+    with pytest.raises(SystemExit): cli.main()
+    said = capsys.readouterr().out
+    assert run_file.EXAMPLE in said and 'max_running = 64' in said and 'clip_high = 0.28' in said
 
 
 def test_the_first_tutorial_is_a_script(tmp_path):
