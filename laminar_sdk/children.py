@@ -39,6 +39,7 @@ def relay(c: Any, i: int # host
     async def up(handle, newborn):
         info = await handle.start.remote()
         c.sockets[i] = info['socket'], tuple(info['address'])
+        if i == c.plan.actor_host: c.publish_to = info['socket']
         c.tier.joined(i, info)
         await c.ready.wait()
         for v in info['versions']: await c.feed(msgspec.convert(v, ev.VersionReady))

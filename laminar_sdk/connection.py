@@ -7,6 +7,7 @@ __all__ = ['NAMESPACE', 'AUTH', 'find_token', 'log_in', 'set_auth', 'dial', 'res
 
 # %% ../nbs/00f_connection.ipynb #e2432ed2
 import json, os, signal, sys, threading, time
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -37,11 +38,12 @@ def log_in(token: str # empty: no authentication
 
 def set_auth(env: dict):
     from ray._raylet import AuthenticationTokenLoader, Config
+    from ray.exceptions import AuthenticationError
     for k in AUTH: os.environ.pop(k, None)
     os.environ.update({k: v for k, v in env.items() if v is not None})
     Config.initialize('')
     AuthenticationTokenLoader.instance().reset_cache()
-    AuthenticationTokenLoader.instance().has_token()
+    with suppress(AuthenticationError): AuthenticationTokenLoader.instance().has_token() # a mode without a token, inherited from a process that was logged in
 
 # %% ../nbs/00f_connection.ipynb #54e65f7e
 def dial(address: str) -> str:

@@ -49,6 +49,7 @@ class Coordinator(Ending, Shell):
         self.sockets, self.heard, self.batches, self.given, self.table = {}, {}, {}, {}, Table()
         self.data, self.manager, self.pipeline, self.asked, self.first_scored = None, None, None, time.monotonic(), None
         self.barren = 0 # steps in a row without an update
+        self.publish_to = '' # socket of the actor's relay, as last known
         self.supervisor = Supervisor(self.config.name, hopeless=self._hopeless) # a child that cannot be brought up ends the run
         self.tier = Tier(self)
         if self.again: self.note('info', 'the run goes on from its directory', 'coordinator')
@@ -145,7 +146,7 @@ async def new_version(self: Coordinator, incarnation: int, step: int) -> tuple[i
     "A number for what the actor is about to publish; it asks under its own lock, so that numbers and weights have the same order"
     version = self.manager.issue_version(step, incarnation)
     await self.pipeline.commit()
-    return version, await self.actor_socket()
+    return version, self.publish_to or await self.actor_socket() # of a relay that has just died too: the actor does not wait for its successor
 
 # %% ../nbs/23_coordinator.ipynb #e517d118
 @patch

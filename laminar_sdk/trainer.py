@@ -46,7 +46,7 @@ class ActorShell(Shell):
         os.environ['OMP_NUM_THREADS'] = str(options.get('threads', 1))
         self.config, self.options = config, options
         self.coordinator, self.data = (Peer(actor_name(config.name, r)) for r in ('coordinator', 'data'))
-        self.worker, self.client, self.socket, self.plain = None, None, None, None
+        self.worker, self.client, self.socket, self.fresh, self.plain = None, None, None, None, None
         self.incarnation, self.step, self.lock = 0, 0, asyncio.Lock()
         self.starting, self.running, self.over = None, None, asyncio.Event()
         self.warming = asyncio.get_running_loop().create_task(asyncio.to_thread(self._warm)) # seconds, while the others come up
@@ -108,15 +108,18 @@ async def republish(self: ActorShell) -> int: # the version
 async def adopt(self: ActorShell, socket: str) -> bool: # False: there is nothing to give
     "Give a relay of this host that has just come up the version that its predecessor had, from our memory; training goes on meanwhile"
     from laminar_sdk.core.errors import ConfigError
+    from laminar_sdk.weights.client import RelayClient
     sealed = self.client and self.client.writer.sealed
     if sealed is None: return False
+    self.fresh = socket, RelayClient(socket)
+    self.fresh[1].writer.prepare(sealed.draft.layout)
     try: await asyncio.to_thread(sealed.hand_to, socket)
     except ConfigError: return True # it has that version, or a newer one
     return True
 
 @patch
 async def _publish_somewhere(self: ActorShell) -> tuple[int, dict]: # version, figures
-    "Publish under a new number, taken under our lock; if the relay of this host has just died, into its successor"
+    "Publish under a new number, taken under our lock. If the relay of this host is dead, what was written waits in our memory for its successor"
     from laminar_sdk.core.errors import ClusterError
     version, socket = await self.coordinator.ask('new_version', self.incarnation, self.step)
     for _ in range(5):
@@ -131,10 +134,9 @@ async def _publish_somewhere(self: ActorShell) -> tuple[int, dict]: # version, f
 def _publish(self: ActorShell, version: int, socket: str) -> dict:
     from laminar_sdk.weights.client import RelayClient
     if socket != self.socket:
-        old, self.client, self.socket = self.client, RelayClient(socket), socket
-        if old is not None:
-            self.client.writer.sealed = old.writer.sealed # until the next one is, it is what another relay would be given
-            old.close()
+        old, self.socket = self.client, socket
+        self.client, self.fresh = self.fresh[1] if self.fresh and self.fresh[0] == socket else RelayClient(socket), None
+        if old is not None: self.client.follow(old)
     r = self.worker.publish(self.client, version, step=self.step, incarnation=self.incarnation)
     return {'publish_stall_s': r.stall_s, 'publish_bytes': r.nbytes, 'memcpy_s': self._memcpy(r.nbytes)}
 

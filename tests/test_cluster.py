@@ -95,6 +95,13 @@ def test_a_submitted_job_uses_the_cluster_that_it_is_in(cluster, disconnected, m
     with pytest.raises(ResourceError, match='3 hosts asked for, 2 there'): Cluster.local(hosts=3)
 
 
+def test_a_child_of_a_process_that_was_logged_in_can_close(cluster):
+    "It inherits that a token is needed, and not the token"
+    child = python(f"from laminar_sdk.cluster import Cluster; c = Cluster.attach({cluster.address!r}); print(len(c.hosts)); c.close(); print('closed')")
+    child.stdin.close()
+    assert child.stdout.read() == '2\nclosed\n' and child.wait(20) == 0
+
+
 # --- a cluster that was started apart ---
 
 def both(apart): return {'address': apart.address, 'ray': apart.client_address}

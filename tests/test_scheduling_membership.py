@@ -518,6 +518,30 @@ def test_around_uses_all_that_is_known():
     assert mb.around([0, 1, 2], {(0, 1), (0, 2)}, (0, 2)) == [0, 1, 2] # nothing is better
 
 
+def test_a_host_that_nobody_reaches_starves_nobody():
+    "Its heartbeats come through, so it stays a member; the others lose one `progress_s`, once"
+    w = begin(6)
+    w.cut, late = {(h, 2) for h in range(6)}, 0
+    for _ in range(20):
+        w.publish(0)
+        for _ in range(12): w.second()
+        late += any(w.relays[h].newest < w.issued for h in (1, 3, 4, 5))
+    assert late <= 1 and w.core.order[0] == 0 and w.core.order[-1] == 2 and w.relays[2].newest == 0
+    w.cut = set()
+    w.calm_down()
+    assert w.relays[2].newest == w.issued
+
+
+def test_a_head_stays_although_another_is_heard_first():
+    core = mb.Membership()
+    for h in range(3): core.on(mb.RelayJoined(0., h, 0, (f'host{h}', 0), actor=h == 0, newest=0))
+    core.on(mb.VersionSealed(1., 1, 0))
+    for h in (2, 1): assert core.on(mb.RelayHeard(1., h, 0, 1)) == []
+    assert core.order == [0, 1, 2]
+    core.on(mb.SealGone(2., 0)) # nobody can give it the version any more
+    assert core.order == [1, 2, 0]
+
+
 def test_the_first_link_that_stands_still_is_to_blame():
     core = mb.Membership()
     for h in range(4): core.on(mb.RelayJoined(0., h, 0, (f'host{h}', 0), actor=h == 0, newest=0))

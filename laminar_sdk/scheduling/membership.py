@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['ToRelay', 'SetNext', 'Promote', 'Adopt', 'AskActorToPush', 'Suspect', 'Readmit', 'Cut', 'nearest_first', 'failing',
-           'around', 'Member', 'Membership']
+           'starved', 'around', 'Member', 'Membership']
 
 # %% ../../nbs/scheduling/12_membership.ipynb #8c9faeea
 import math
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -61,14 +62,20 @@ def failing(order: list[int], failed) -> int:
     "How many links of a chain are known to fail"
     return sum(link in failed for link in pairwise(order))
 
+def starved(order: list[int], failed) -> int:
+    "How many are behind a link that fails, or is expected to: two others did not reach that host"
+    missed = Counter(peer for _, peer in failed)
+    return next((len(order) - i for i, link in enumerate(pairwise(order), 1) if link in failed or missed[link[1]] > 1), 0)
+
 def around(order: list[int],
            failed, # links (host, host) that are known to fail
            link: tuple[int, int] # the one that was last
           ) -> list[int]:
-    "The chain with one end of a link moved to where the fewest links fail; as it was, if nothing is better"
+    "The chain with one end of a link moved to where it leaves the fewest behind; as it was, if nothing is better"
     without = {h: [x for x in order if x != h] for h in reversed(link) if h != order[0]}
     moved = [[*rest[:i], h, *rest[i:]] for h, rest in without.items() for i in range(len(rest), 0, -1)]
-    return min([order, *moved], key=lambda o: failing(o, failed))
+    turns = [[*(x for x in without[h] if x != before), before, h] for h in without.keys() & {link[1]} for before in without[h][1:]]
+    return min([order, *moved, *turns], key=lambda o: (starved(o, failed), failing(o, failed)))
 
 # %% ../../nbs/scheduling/12_membership.ipynb #d7e856a1
 @dataclass
@@ -173,11 +180,14 @@ def _far(self: Membership, a: int, b: int):
 def _rank(self: Membership, host: int): return not self.holds(host), not self.members[host].who.actor # the lowest should be the head
 
 @patch
+def _starts(self: Membership, host: int): return self.holds(host) or self.mapped.get(host) == self.newest # the newest version can start here
+
+@patch
 def _lead(self: Membership):
     "See to it that the right relay is the head"
     if not self.order: return
     best, quiet = min(self.order, key=self._rank), self.unsorted and self.quiet()
-    if self.master not in self.order or quiet or self.holds(best) > self.holds(self.order[0]):
+    if self.master not in self.order or quiet or self.holds(best) and not self._starts(self.order[0]):
         i = self.order.index(best)
         self._arrange(self.order[i:] + self.order[:i])
     if quiet: self._sort()

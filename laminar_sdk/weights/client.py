@@ -61,6 +61,7 @@ class PublishReport(msgspec.Struct, frozen=True):
     stall_s: float  # all of it
     copy_s: float   # of that, the casting copy
     nbytes: int
+    stranded: bool = False # the relay has died meanwhile: the version waits in our memory for the next one, `writer.sealed.hand_to`
 
 class RelayClient:
     "The relay of this host, for an actor (`publish`) and for rollouts (`pull`). Threads may share one"
@@ -80,6 +81,13 @@ class RelayClient:
         self.layout = layout
         return self.writer.begin(layout)
 
+    def follow(self, old: 'RelayClient' # of a relay of this host that has died
+              ):
+        "Take over from it: what it published last can still be handed over, and memory is taken ahead"
+        self.writer.sealed, self.layout = old.writer.sealed, old.layout
+        if self.layout and self.writer.ahead is None: self.writer.prepare(self.layout)
+        old.close()
+
     def publish(self,
                 version: int,             # newer than any before
                 named: Mapping[str, Any], # name → tensor, the same names and shapes each time
@@ -98,8 +106,13 @@ class RelayClient:
                 draft.abandon()
                 raise
             copied = time.perf_counter()
-            draft.seal(version, step, incarnation)
-            return PublishReport(version, time.perf_counter() - started, copied - ready, draft.layout.nbytes)
+            stranded = not self._sealed(draft, version, step, incarnation)
+            return PublishReport(version, time.perf_counter() - started, copied - ready, draft.layout.nbytes, stranded)
+
+    def _sealed(self, draft, *sealing): # False: the relay is gone
+        try: draft.seal(*sealing)
+        except ClusterError: return False
+        return True
 
 # %% ../../nbs/weights/04_client.ipynb #c144b7fa
 @patch

@@ -55,9 +55,10 @@ class Parcels:
     def __init__(self, shelf: Shelf, image: Image, base: Image | None, progress_s: float): # without a base, from the spool alone
         self.shelf, self.image, self.base, self.progress_s, self.busy, self.sent = shelf, image, base, progress_s, 0., 0
 
-    def __iter__(self) -> Iterator[bytes]:
+    def on(self, base: int # the version that the receiver builds on
+          ) -> Iterator[bytes]: # blocks
         spool = self.image.spool
-        for block in self._spooled(spool) if spool and spool.whole else self._encoded():
+        for block in self._spooled(spool) if spool and spool.whole and spool.base == base else self._encoded(base):
             self.sent += len(block)
             yield block
 
@@ -68,8 +69,8 @@ class Parcels:
             yield block
             i, end = i + 1, head(block).end
 
-    def _encoded(self):
-        if self.base is None: raise ClusterError(f'the blocks of version {self.image.version} are gone', 'the version is sent in full')
+    def _encoded(self, base):
+        if self.base is None or self.base.version != base or not self.image.visible: raise ClusterError(f'the blocks of version {self.image.version} are gone', 'the version is sent in full')
         blocks = encode(self.base.bytes, self.image.bytes, self.image.manifest.layout)
         while (block := self._timed(blocks)) is not None: yield block
 

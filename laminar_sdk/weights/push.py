@@ -83,7 +83,7 @@ def push(
     if answer.base not in (None, *(v for v, _ in bases)): raise ClusterError(f'{channel.peer} asks for a delta on version {answer.base}', 'it is offered again')
     began = time.perf_counter()
     if answer.base is None: sent, encode_s = _send_full(channel, shelf, image, answer.offset, limits)
-    else: sent, encode_s = _send_delta(channel, shelf, image, base, limits)
+    else: sent, encode_s = _send_delta(channel, shelf, image, base, answer.base, limits)
     verdict = hear(channel, _answer, limits.max_frame, limits.progress_s + image.manifest.nbytes/5e8)
     if verdict.reason: raise IntegrityError(f'{channel.peer}: {verdict.reason}', 'it is sent again, in full')
     return Sent(image.version, answer.base, sent, time.perf_counter() - began, encode_s, verdict.apply_s)
@@ -96,9 +96,9 @@ def _send_full(channel, shelf, image, at, limits):
         at = end
     return at - start, 0.
 
-def _send_delta(channel, shelf, image, base, limits):
+def _send_delta(channel, shelf, image, base, version, limits):
     parcels = Parcels(shelf, image, base, limits.progress_s)
-    for block in parcels: channel.send_from(memoryview(block))
+    for block in parcels.on(version): channel.send_from(memoryview(block))
     return parcels.sent, parcels.busy
 
 # %% ../../nbs/weights/03b_push.ipynb #c5debdf7
@@ -123,8 +123,8 @@ class Inbox:
             self.moved = time.monotonic()
             channel.send(_encode(Accept(base=base and base.version)))
             channel.send(_encode(self._fill(image, channel) if base is None else self._rebuild(image, base, channel)))
-        except (OSError, LaminarError) as e:
-            self._failed(image, f'{e.message if isinstance(e, LaminarError) else e}', channel)
+        except Exception as e:
+            self._failed(image, e.message if isinstance(e, LaminarError) else f'{type(e).__name__}: {e}', channel)
         finally:
             for held in (image, base): held and self.shelf.drop(held)
             self._leave()
@@ -253,7 +253,7 @@ class Link(threading.Thread):
             image = self._next()
             if image is None: continue
             try: self._bring(image)
-            except (OSError, LaminarError) as e: self._failed(image.version, e)
+            except Exception as e: self._failed(image.version, e) # whatever it was, no memory for instance: everybody behind depends on this thread
             finally: self.shelf.drop(image)
             if self.error: self.ended.wait(min(self.limits.backoff_s, .02 * 2**min(self.failures, 10)))
         self.keep(None)
@@ -270,6 +270,7 @@ class Link(threading.Thread):
         base = self.base
         bases = [] if plain else offers(image, base, self.rates, self.hops)
         self.channel = self.transport.connect(self.address)
+        if self.ended.is_set(): return self.channel.close() # `stop` came while we connected, and found nothing to close
         try: self._learn(push(self.channel, self.shelf, image, self.sender, self.limits, bases, base), image)
         except Exception:
             if bases: self.plain = image.version # next time in full

@@ -9,10 +9,10 @@ __all__ = ['Draft', 'Sealed', 'Writer', 'copy_into']
 import mmap, os, queue, threading, weakref
 from concurrent.futures import Future
 from typing import Any, Mapping, NamedTuple
-from ..core.errors import ConfigError, RunError
+from ..core.errors import ClusterError, ConfigError, RunError
 from . import wire
 from .layout import Layout, views
-from .segments import attach
+from .segments import Segment, attach
 from .wire import Connection, Line
 
 # %% ../../nbs/weights/03c_writer.ipynb #1a23da76
@@ -79,7 +79,8 @@ class Writer:
     def begin(self, layout: Layout) -> Draft:
         "A draft for this layout; at once, if one was taken ahead"
         ahead, self.ahead = self.ahead, None
-        draft = ahead.result() if ahead else self._acquire(layout)
+        draft = ahead.result() if ahead else None
+        if draft is None or draft.line is None: draft = self._acquire(layout, spare=draft)
         if draft.layout != layout:
             self.abandon(draft)
             draft = self._acquire(layout)
@@ -92,18 +93,30 @@ class Writer:
         if version <= self.newest:
             self.abandon(draft)
             raise ConfigError(f'version {version} is refused: the newest is {self.newest}, and versions only go up', 'number it (highest ever issued) + 1')
-        self.line.tell(wire.Seal(draft.segment, version, step, incarnation), draft.line)
-        self.newest, self.ahead, self.sealed = version, Future(), Sealed(draft, version, step, incarnation)
-        self.wanted.put((self.ahead, draft.layout))
+        self.sealed = Sealed(draft, version, step, incarnation) # first: if the relay is dead, its successor can be given it
+        try:
+            self._tell(wire.Seal(draft.segment, version, step, incarnation), draft)
+            self.newest = version
+        finally: self.prepare(draft.layout)
+
+    def prepare(self, layout: Layout):
+        "Take a draft ahead, in a thread"
+        self.ahead = Future()
+        self.wanted.put((self.ahead, layout))
         if self.thread is None: # one for all: starting a thread waits until it runs, which the actor would pay for
             self.thread = threading.Thread(target=self._take_ahead, name='laminar-ahead', daemon=True)
             self.thread.start()
 
-    def abandon(self, draft: Draft): self.line.tell(wire.Abandon(draft.segment), draft.line)
+    def _tell(self, message, draft):
+        if draft.line is None: raise ClusterError(f'no relay answers at {self.line.path}', 'hand what was sealed last to the relay that comes: writer.sealed.hand_to')
+        self.line.tell(message, draft.line)
+
+    def abandon(self, draft: Draft):
+        if draft.line is not None: self._tell(wire.Abandon(draft.segment), draft)
 
     def _take_ahead(self):
         for ahead, layout in iter(self.wanted.get, None):
-            try: ahead.set_result(self._acquire(layout))
+            try: ahead.set_result(self._relays_or_own(layout))
             except Exception as e: ahead.set_exception(e) # raised at the next begin
 
     def close(self):
@@ -111,8 +124,18 @@ class Writer:
         self.thread = None
         self.line.close()
 
-    def _acquire(self, layout: Layout) -> Draft:
-        acquired, fd, line = self.line.ask(wire.Acquire(layout), self.line.timeout_s + layout.nbytes/5e7) # new memory takes its time
+    def _relays_or_own(self, layout):
+        try: return self._acquire(layout)
+        except ClusterError:
+            own = Segment(layout.nbytes)
+            return Draft(self, None, wire.Acquired(-1, own.nbytes, self.newest, [], ''), own.memory, layout, own.fd)
+
+    def _acquire(self, layout: Layout, spare: Draft | None = None # what to take if there is no relay
+                ) -> Draft:
+        try: acquired, fd, line = self.line.ask(wire.Acquire(layout), self.line.timeout_s + layout.nbytes/5e7) # new memory takes its time
+        except ClusterError:
+            if spare is None: raise
+            return spare
         try:
             if line is not self.on: self.on, self.mapped = line, {} # another relay: its segments are others, whatever their numbers
             self.mapped = {id: d for id, d in self.mapped.items() if id in acquired.yours}
