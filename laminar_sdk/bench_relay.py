@@ -18,7 +18,7 @@ from .weights.client import RelayClient
 from .weights.segments import free_memory
 
 # %% ../nbs/10c_bench_relay.ipynb #4b4215a9
-PROCESS, NODE, DRIVER = 60, 230, 700 # MB of one of our processes; of a Ray node with a reader; of Ray's head and its driver
+PROCESS, NODE, DRIVER = 60, 300, 850 # MB of one of our processes; of a Ray node with a reader; of Ray's head and its driver
 
 @dataclass(frozen=True)
 class Plan:

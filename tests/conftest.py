@@ -61,7 +61,9 @@ def pytest_collection_modifyitems(config, items):
     share = config.getoption('long_sample')
     if share is None: share = float('long' in config.getoption('markexpr').replace('not long', ''))
     long = sorted(item.nodeid for item in items if item.get_closest_marker('long'))
-    chosen = sorted(random.Random(config.getoption('long_seed')).sample(long, math.ceil(len(long)*min(share, 1))))
+    brief = [item.nodeid for item in items if (mark := item.get_closest_marker('long')) and mark.kwargs.get('sample', True)] # of minutes, not of a quarter of an hour
+    n = math.ceil(len(long)*min(share, 1))
+    chosen = long if share >= 1 else sorted(random.Random(config.getoption('long_seed')).sample(sorted(brief), min(n, len(brief))))
     out = [item for item in items if item.nodeid in set(long) - set(chosen)]
     for item in items:
         if item.nodeid in chosen and not item.get_closest_marker('timeout'): item.add_marker(pytest.mark.timeout(1800))
