@@ -229,7 +229,7 @@ def told(result: dict # of `bench_relay`
     "What people read"
     row, most = result['rows'][0], max(result['rows'], key=_receivers)
     title = f'{row["mb"]} MB over ' + ('the loopback' if result['local'] else f'links of {row["mbit"]:g} Mbit/s') + f', median of {result["repeat"]}, seconds'
-    lines = [f'From {min(map(_receivers, result["rows"]))} to {_receivers(most)} receivers the time grows by a factor of {result["growth"]:.2f}.']
+    lines = [] if len(result['rows']) == 1 else [f'From {min(map(_receivers, result["rows"]))} to {_receivers(most)} receivers the time grows by a factor of {result["growth"]:.2f}.']
     if not result['local']: lines.append('The goals are, at 7 receivers and 256 MB: ratio and growth ≤ 1.10.')
     if result['ray']: lines.append(f'No figures of Ray: {result["ray"]}.')
     return [table(title, result['rows'], COLUMNS), *lines]
