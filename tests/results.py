@@ -22,7 +22,7 @@ def write(folder: Path, tests: dict[str, dict]) -> Path: # tests: node id → ou
     now, commit = datetime.now(timezone.utc), git('rev-parse', '--verify', '-q', '--short=10', 'HEAD') or 'nocommit'
     path = folder/f'{now:%F}-{commit}.json'
     before = json.loads(path.read_text())['tests'] if path.exists() else {}
-    content = dict(written=f'{now:%FT%TZ}', commit=commit, uncommitted_changes=bool(git('status', '--porcelain')),
+    content = dict(written=f'{now:%FT%TZ}', commit=commit, uncommitted_changes=bool(git('status', '--porcelain', '--', ':!results')), # an earlier file of this kind is no change
                    machine=machine(), tests=before | tests)
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1, default=float) + '\n') # default: numpy's numbers become floats
