@@ -88,6 +88,7 @@ def actor(c: Any) -> Child:
         if info['incarnation'] == wanted:
             await c.feed(ev.ActorJoined(wanted, info['step']))
             c.tier.published(await handle.republish.remote())
+        elif info['version'] >= 0: c.tier.published(info['version']) # the coordinator is new, the actor is not
         c.note('info', f"the actor is up at step {info['step']}, in its life number {info['incarnation']}{info['note']}", 'actor/0')
     async def down(reason):
         c.note('warning', f'actor: {reason}; it goes on from its newest checkpoint', 'actor/0')

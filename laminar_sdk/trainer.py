@@ -57,7 +57,8 @@ class ActorShell(Shell):
             self.incarnation = incarnation
             self.starting = asyncio.create_task(self._load(Path(checkpoints)))
         note = await asyncio.shield(self.starting)
-        return dict(incarnation=self.incarnation, step=self.step, note=note)
+        sealed = self.client and self.client.writer.sealed # what a new coordinator has to know of: no relay may have it yet
+        return dict(incarnation=self.incarnation, step=self.step, note=note, version=sealed.version if sealed else -1)
 
     def _warm(self): # an `ActorWorker`
         from laminar_sdk.training.actor import ActorWorker
