@@ -6,7 +6,7 @@
 __all__ = ['data', 'relay', 'rollout', 'actor']
 
 # %% ../nbs/21a_children.ipynb #4ac0e592
-import time
+import asyncio, time
 from typing import Any
 
 import msgspec
