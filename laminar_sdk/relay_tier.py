@@ -6,7 +6,7 @@
 __all__ = ['log', 'RelayTier', 'socket_folder', 'RelayShell']
 
 # %% ../nbs/02_relay_tier.ipynb #2006b3b3
-import asyncio, hashlib, logging, os, tempfile, time
+import asyncio, hashlib, logging, os, time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import msgspec
 from .core import events as ev
 from .core.errors import ConfigError
 from .shells import Gone, Peer, Shell, actor_name
+from .weights.wire import private_base
 
 log = logging.getLogger(__name__)
 
@@ -51,10 +52,7 @@ class RelayTier:
 def socket_folder(run: str # the run's name
                  ) -> Path:
     "A short private folder for the sockets of one life of a run on this host"
-    base = Path(os.environ.get('LAMINAR_SOCKETS') or tempfile.gettempdir())/f'laminar-{os.getuid()}'
-    base.mkdir(mode=0o700, exist_ok=True)
-    if base.stat().st_uid != os.getuid(): raise ConfigError(f'{base} belongs to another user', 'set LAMINAR_SOCKETS to a folder of your own')
-    folder = base/hashlib.blake2s(run.encode(), digest_size=5).hexdigest()
+    folder = private_base()/hashlib.blake2s(run.encode(), digest_size=5).hexdigest()
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder
 

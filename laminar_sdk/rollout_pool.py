@@ -156,7 +156,7 @@ class RolloutShell(Shell):
         from laminar_sdk.rollout.worker import RolloutWorker, report_interval
         if launch == self.launch: return self.worker.version
         if self.run not in ('', run) and await asyncio.to_thread(find, actor_name(self.run, 'coordinator')) is not None:
-            raise RunError(f'rollout {self.index} of the pool is lent to the run {self.run!r}', f'stop that run, or give this one another pool')
+            raise RunError(f'rollout {self.index} of the pool is lent to the run {self.run!r}', 'stop that run, or give this one another pool')
         if self.worker is not None: await self.worker.leave(grace_s=.1)
         self.run, self.launch, self.seed, self.sampling, self.coordinator = run, launch, seed, sampling, Peer(actor_name(run, 'coordinator'))
         self.worker = RolloutWorker(self.index, self.engine, self._report, interval_s=report_interval(replicas, least_s=.1), seed=seed)

@@ -79,20 +79,6 @@ class Run:
         run.coordinator # raises when there is none
         return run
 
-    def status(self) -> dict:
-        "State, step, trajectories by state, rollouts"
-        status = Status(self._ask('status'))
-        self.run_dir = status['run_dir']
-        return status
-
-    def counts(self) -> dict[str, dict[str, int]]:
-        "Trajectories by kind and state, from the ledger"
-        return self._ask_or_read('counts', lambda: self._ask('counts'))
-
-    def audit(self) -> list[str]:
-        "What does not add up in the ledger; empty if all is well"
-        return self._ask_or_read('audit', lambda: self._ask('audit'))
-
     def __repr__(self): return f'Run({self.name!r})'
 
     def _repr_html_(self):
@@ -100,6 +86,24 @@ class Run:
         try: s = self.status()
         except (MissingError, ClusterError): return f'<b>Run</b> {escape(self.name)}: over{escape(self.run_dir and f", its directory is {self.run_dir}")}'
         return f"<b>Run</b> {escape(self.name)}: {s['state']}, step {s['step']} of {s['steps']}, {s['t']:.0f} s, in {escape(s['run_dir'])}"
+
+# %% ../nbs/06_run.ipynb #bcfda2d9
+@patch
+def status(self: Run) -> dict:
+    "State, step, trajectories by state, rollouts"
+    status = Status(self._ask('status'))
+    self.run_dir = status['run_dir']
+    return status
+
+@patch
+def counts(self: Run) -> dict[str, dict[str, int]]:
+    "Trajectories by kind and state, from the ledger"
+    return self._ask_or_read('counts', lambda: self._ask('counts'))
+
+@patch
+def audit(self: Run) -> list[str]:
+    "What does not add up in the ledger; empty if all is well"
+    return self._ask_or_read('audit', lambda: self._ask('audit'))
 
 # %% ../nbs/06_run.ipynb #74215f69
 @patch(cls_method=True)

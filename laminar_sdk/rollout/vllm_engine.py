@@ -18,6 +18,7 @@ from fastcore.basics import patch
 from ..core.errors import ConfigError, IntegrityError, LaminarError, MissingError, ResourceError, RunError
 from .engine import Chunk, EngineDead, EngineStats, GenerationRequest, LoadReport, RequestRefused, check_request
 from .vllm_relay import BACKEND, LAST_WORDS, OWNER, check_version, check_whole, vllm_version
+from ..weights.wire import private_base
 
 # %% ../../nbs/rollout/02_vllm_engine.ipynb #ade475f4
 def on_cpu() -> bool:
@@ -104,9 +105,7 @@ def _forking(method: str):
 # %% ../../nbs/rollout/02_vllm_engine.ipynb #8208068f
 def own_folder() -> Path:
     "A short private folder for the files of one engine"
-    base = Path(os.environ.get('LAMINAR_SOCKETS') or tempfile.gettempdir())/f'laminar-{os.getuid()}'
-    base.mkdir(mode=0o700, exist_ok=True)
-    if base.stat().st_uid != os.getuid(): raise ConfigError(f'{base} belongs to another user', 'set LAMINAR_SOCKETS to a folder of your own')
+    base = private_base()
     for old in base.glob('engine-*-*'):
         if not Path('/proc', old.name.split('-')[1]).exists(): shutil.rmtree(old, ignore_errors=True)
     return Path(tempfile.mkdtemp(prefix=f'engine-{os.getpid()}-', dir=base))

@@ -13,6 +13,7 @@ import msgspec
 class Command(msgspec.Struct, frozen=True, tag=True):
     "Something that a shell has to do"
 
+# %% ../../nbs/scheduling/00_commands.ipynb #86eab9f0
 class Placement(msgspec.Struct, frozen=True):
     "One trajectory's seat in a wave"
     trajectory: int
@@ -34,6 +35,7 @@ class Abort(Command, frozen=True):
     rollout: int
     trajectories: list[int] = []
 
+# %% ../../nbs/scheduling/00_commands.ipynb #16fdc953
 class ScoreGroup(Command, frozen=True):
     "All members have ended: compute rewards, write them down, answer with `GroupScored`"
     group: int
@@ -44,6 +46,7 @@ class Forget(Command, frozen=True):
     "Partial tokens of these trajectories are void (they are generated again under a new lease)"
     trajectories: list[int]
 
+# %% ../../nbs/scheduling/00_commands.ipynb #2201a015
 class GiveBatch(Command, frozen=True):
     "The actor's next step: these groups, already written down as sampled"
     incarnation: int
@@ -51,6 +54,7 @@ class GiveBatch(Command, frozen=True):
     groups: list[int]
     trajectories: list[list[int]] # by group
 
+# %% ../../nbs/scheduling/00_commands.ipynb #f6144ed7
 class Pin(Command, frozen=True):
     "Relays keep this version until it is unpinned: an evaluation needs it"
     version: int

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['Request', 'Reply', 'Message', 'Acquire', 'Seal', 'Abandon', 'Adopt', 'Open', 'Release', 'Wait', 'Pin', 'Unpin',
            'List', 'Stats', 'Acquired', 'Opened', 'Newest', 'Versions', 'Facts', 'Failed', 'failed', 'raised', 'shut',
-           'Connection', 'checked_path', 'bind_local', 'same_user', 'Line']
+           'Connection', 'checked_path', 'private_base', 'bind_local', 'same_user', 'Line']
 
 # %% ../../nbs/weights/01c_wire.ipynb #acf73811
-import errno, msgspec, os, socket, stat, struct, threading
+import errno, msgspec, os, socket, stat, struct, tempfile, threading
 from collections import deque
 from contextlib import contextmanager, suppress
 from fastcore.basics import patch
@@ -183,6 +183,13 @@ def checked_path(
     if len(os.fsencode(str(path))) > 107:
         raise ConfigError(f'the socket path has {len(os.fsencode(str(path)))} bytes, the system allows 107: {path}', 'use a shorter folder')
     return str(path)
+
+def private_base() -> Path:
+    "Where this user's sockets and scratch folders lie on this host: short, and nobody else's"
+    base = Path(os.environ.get('LAMINAR_SOCKETS') or tempfile.gettempdir())/f'laminar-{os.getuid()}'
+    base.mkdir(mode=0o700, exist_ok=True)
+    if base.stat().st_uid != os.getuid(): raise ConfigError(f'{base} belongs to another user', 'set LAMINAR_SOCKETS to a folder of your own')
+    return base
 
 def bind_local(
     path: str | Path # of the socket to make
