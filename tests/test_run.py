@@ -201,6 +201,7 @@ def test_attach_from_another_process_pause_resume_stop(cluster, model, tmp_path)
     running(run, before + 1)
     children = run.status()['children']
     with pytest.raises(RunError, match="lent to the run 'steer'"): start(cluster, model, tmp_path, 'second', **KEPT)
+    refused_by_the_rollout_itself(cluster, model)
     run.stop()
     kept = children.pop('rollout/0')['pid']
     until(lambda: not any(Path(f"/proc/{c['pid']}").exists() for c in children.values()), 20)
@@ -208,6 +209,16 @@ def test_attach_from_another_process_pause_resume_stop(cluster, model, tmp_path)
     assert names('steer/') == [] and Path(f'/proc/{kept}').exists()
     with pytest.raises(MissingError, match='steer'): run.status()
     serves_again(cluster, model, tmp_path, kept)
+
+
+def refused_by_the_rollout_itself(cluster, model):
+    "Two that ask in the same moment have both seen nobody: the rollout decides, and the loser gets an error of ours, with its words"
+    import ray
+    from laminar_sdk.kept_pool import living
+    from laminar_sdk.rollout_pool import RolloutPool
+    pool = RolloutPool(cluster, model, None, max_model_len=64, max_running=8, engine='emulated', **KEPT['engine'])
+    with pytest.raises(RunError) as e: ray.get(living(pool)[0].lend.remote('other', 'launch', 0, {}, 1))
+    assert "lent to the run 'steer'" in e.value.message
 
 
 def serves_again(cluster, model, tmp_path, kept):
