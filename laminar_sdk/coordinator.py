@@ -6,16 +6,17 @@
 __all__ = ['Coordinator']
 
 # %% ../nbs/23_coordinator.ipynb #aeb6f57e
-import asyncio, os, time
+import asyncio, json, os, time
 from pathlib import Path
 
 import msgspec
-import numpy as np
 from fastcore.basics import patch
 
 from . import children
 from .core import events as ev
+from .doing import Doing, ToOthers, ToRollouts
 from .ending import Ending
+from .lanes import Lanes
 from .folders import choose_folder, describe, newest_model, packed_run
 from .pipeline import Pipeline, Plan, Table
 from .scheduling import commands as cm
@@ -27,7 +28,7 @@ from .supervisor import Supervisor
 from .tier import Tier
 
 # %% ../nbs/23_coordinator.ipynb #c8534105
-class Coordinator(Ending, Shell):
+class Coordinator(Doing, ToRollouts, ToOthers, Ending, Shell):
     "The shell around the rollout manager of one run"
 
     def __init__(self, plan: Plan):
@@ -89,12 +90,18 @@ async def _main(self: Coordinator):
 @patch
 async def _raise(self: Coordinator):
     "Start every child, the slowest first; the manager as soon as the data actor has counted the prompts"
-    for child in (children.actor(self), *(children.rollout(self, i) for i in range(len(self.plan.rollout_hosts))), children.data(self),
+    for child in (children.actor(self), *(children.rollout(self, i) for i in self._wanted()), children.data(self),
                   *(children.relay(self, i) for i in range(len(self.plan.hosts)))): self.supervisor.tend(child)
     both = [asyncio.ensure_future(x.wait()) for x in (self.ready, self.ended)]
     await asyncio.wait(both, return_when='FIRST_COMPLETED')
     for b in both: b.cancel()
     if self.state == 'starting': self.state = 'paused' if self.manager.paused else 'running'
+
+@patch
+def _wanted(self: Coordinator) -> list[int]:
+    "The rollouts of this run: as many as were asked for, or what has become of them"
+    scaled = [json.loads(m.value) for m in self.journal.rows(MetaRow) if m.key == 'rollouts']
+    return scaled[0] if scaled else list(range(len(self.plan.rollout_hosts)))
 
 @patch
 async def _handed_over(self: Coordinator) -> bool:
@@ -116,9 +123,12 @@ async def _until_ended(self: Coordinator):
 @patch
 async def _watch(self: Coordinator):
     "Tell the manager the time; and a process that hangs does not die: a rollout that has been silent for too long is killed"
+    second, moves = 0., self.manager.moves
     while not self.ended.is_set():
-        await asyncio.sleep(1)
+        await asyncio.sleep(min(1., moves.every) if moves.on and self.manager.dispatch.schedule.repacks else 1.)
         await self.feed(ev.Tick(self.tape.now()))
+        if self.tape.now() < second: continue
+        second = self.tape.now() + 1.
         self.tier.feed(ev.RelayTick)
         for i, t in list(self.heard.items()):
             if time.monotonic() - t > self.plan.trust_s:
@@ -127,16 +137,20 @@ async def _watch(self: Coordinator):
 
 # %% ../nbs/23_coordinator.ipynb #27c98fe5
 @patch
-def build_manager(self: Coordinator, counts: dict):
+def build_manager(self: Coordinator, counts: dict,
+                  held: dict[int, tuple[int, int]] # what the data actor still has of unfinished answers: lease and tokens by trajectory
+                 ):
     "The manager, from nothing or from the ledger's rows"
     from laminar_sdk.data.prompts import PromptStore
     self.prompts = {k: PromptStore(self.dir.prompts, k).prepared() for k in ('train', 'eval') if counts[k]}
     ledger = Ledger.restore([r for t in KEYS for r in self.journal.rows(t)], self.config.keep_checkpoints) if self.again else None
-    self.manager = RolloutManager(self.config, counts['train'], counts['eval'], ledger)
+    self.manager = RolloutManager(self.config, counts['train'], counts['eval'], ledger, self.plan.keep_versions)
+    self.lanes = Lanes(lambda i: self.supervisor.children[f'rollout/{i}'].handle if f'rollout/{i}' in self.supervisor.children else None,
+                       lambda p: self.prompts[p.kind].prompt_ids(self.prompts[p.kind].usable[p.prompt]), self._prefixes)
     self.pipeline = Pipeline(self.manager, self.journal, self.tape, self._carry_out)
     if self.again:
-        self.tape.append('manager', ev.Restarted())
-        self.pipeline.commands += self.manager.on(ev.Restarted())
+        self.tape.append('manager', ev.Restarted(held))
+        self.pipeline.commands += self.manager.on(ev.Restarted(held))
     if counts['skipped']:
         self.note('warning', f"{counts['skipped']} prompts are longer than the model's {self.config.max_model_len} tokens allow and are skipped", 'data/0')
     self.ready.set()
@@ -169,7 +183,7 @@ async def report(self: Coordinator, blob: bytes) -> bool:
     lengths = [p.first + len(p.ids) // 4 for p in pieces]
     self.table.saw_tokens(sum(len(p.ids) // 4 for p in pieces), self.tape.now())
     await self.feed(*r.events, ev.Progress(r.rollout, [p.trajectory for p in pieces], [p.lease for p in pieces], lengths,
-                                            [p.finish for p in pieces], r.kv_used, r.running, r.waiting))
+                                            [p.finish for p in pieces], r.kv_used, r.running, r.waiting, r.load, r.tokens_per_s))
     return True
 
 @patch
@@ -247,67 +261,6 @@ async def cut(self: Coordinator, step: int) -> dict:
     "What a checkpoint of this step has to name beside the actor's own state"
     return self.manager.cut(step)
 
-# %% ../nbs/23_coordinator.ipynb #42ee6bdf
-@patch
-def _carry_out(self: Coordinator, commands: list[cm.Command]):
-    score = [c for c in commands if isinstance(c, cm.ScoreGroup)]
-    if score:
-        seats = [(c.group, [self._seat(t, lease) for t, lease in zip(c.trajectories, c.leases)]) for c in score if c.group in self.manager.ledger.groups]
-        self.data.score.remote(msgspec.msgpack.encode(seats), self.manager.ledger.trained_step)
-    for c in commands:
-        if not isinstance(c, cm.ScoreGroup): getattr(self, f'_do_{type(c).__name__}')(c)
-
-@patch
-def _seat(self: Coordinator, t: int, lease: int) -> cm.Placement:
-    "Which answer is meant: the one under this lease, whatever has happened to the trajectory since"
-    r = self.manager.ledger.rows[t]
-    return cm.Placement(r.id, lease, r.group, r.prompt, r.sample_index, r.kind)
-
-@patch
-def _child(self: Coordinator, label: str): return self.supervisor.children[label].handle
-
-@patch
-def _do_StartWave(self: Coordinator, c: cm.StartWave):
-    host = self.plan.rollout_hosts[c.rollout]
-    self._child(f'rollout/{c.rollout}').wave.remote(c.wave, c.version, self.sockets.get(host, ('',))[0], self._seats(c.placements))
-
-@patch
-def _seats(self: Coordinator, placements):
-    "Placements with the token ids of their prompts"
-    ids = lambda p: self.prompts[p.kind].prompt_ids(self.prompts[p.kind].usable[p.prompt])
-    return [(p.trajectory, p.lease, ids(p), p.kind, p.prompt) for p in placements]
-
-@patch
-def _do_Abort(self: Coordinator, c): self._child(f'rollout/{c.rollout}').abort.remote(c.trajectories)
-@patch
-def _do_Forget(self: Coordinator, c): self.data.forget.remote(c.trajectories)
-@patch
-def _do_Pin(self: Coordinator, c): self._relays('pin', c.version)
-@patch
-def _do_Unpin(self: Coordinator, c): self._relays('unpin', c.version)
-
-@patch
-def _relays(self: Coordinator, method: str, *args):
-    for i in self.sockets: getattr(self._child(f'relay/{i}'), method).remote(*args)
-
-@patch
-def _do_GiveBatch(self: Coordinator, c: cm.GiveBatch):
-    self.table.batch(c.step, **self.manager.batch_figures(c.step))
-    self.given[c.step] = [t for group in c.trajectories for t in group]
-    answer = self.batches.setdefault((c.incarnation, c.step), asyncio.get_running_loop().create_future())
-    if not answer.done(): answer.set_result(c)
-
-@patch
-def _do_ReportEval(self: Coordinator, c: cm.ReportEval):
-    if (c.step, c.version) in self.evals: return # told again after a restart
-    self.evals.add((c.step, c.version))
-    lengths, accuracy = list(c.lengths.values()) or [0], float(np.mean(list(c.reward.values()) or [0.]))
-    self.table.accuracy = accuracy
-    self.tape.append('run', ev.EvalDone(c.step, c.version, accuracy, len(c.reward), float(np.median(lengths)), float(np.percentile(lengths, 99))))
-
-@patch
-def _do_EndRun(self: Coordinator, c: cm.EndRun): asyncio.get_running_loop().create_task(self._finish(c.state, c.reason))
-
 # %% ../nbs/23_coordinator.ipynb #0f533b43
 @patch
 async def status(self: Coordinator) -> dict:
@@ -357,7 +310,7 @@ async def counts(self: Coordinator) -> dict[str, dict[str, int]]:
     return {k: self.manager.ledger.counts(k) if self.manager else {} for k in ('train', 'eval')}
 
 @patch
-async def pause(self: Coordinator): await self._control(ev.Paused(), 'paused')
+async def pause(self: Coordinator, now: bool = False): await self._control(ev.Paused(now), 'paused')
 @patch
 async def resume(self: Coordinator): await self._control(ev.Resumed(), 'running')
 @patch
@@ -370,6 +323,19 @@ async def stop(self: Coordinator, reason: str = 'stop'):
 
 @patch
 async def evaluate(self: Coordinator): await self._control(ev.EvalAsked(), '')
+
+@patch
+async def repack(self: Coordinator, on: bool, every: float | None):
+    await self.ready.wait()
+    await self._control(ev.RepackSet(on, every or self.manager.moves.every), '')
+@patch
+async def scale(self: Coordinator, rollouts: int): await self._control(ev.ScaleAsked(rollouts), '')
+@patch
+async def drain(self: Coordinator, rollout: int): await self._control(ev.DrainAsked(rollout), '')
+@patch
+async def kill(self: Coordinator, rollout: int):
+    "End a rollout's process now; another takes its place"
+    await self.supervisor.kill(self.supervisor.children[f'rollout/{rollout}'], 'it was killed by `run.pool.kill`')
 
 @patch
 async def _control(self: Coordinator, event, state: str):

@@ -78,6 +78,17 @@ async def extend(self: DataService, blob: bytes, version: int):
         if p.finish: self.finish[p.trajectory] = p.finish
 
 @patch
+async def prefixes(self: DataService, asked: list[tuple[int, int]]) -> list[bytes | None]:
+    "The first tokens of unfinished answers (trajectory, how many), int32; None where there are fewer"
+    had = [self.partial.peek(t) for t, _ in asked]
+    return [h.ids[:n].tobytes() if h is not None and len(h.ids) >= n else None for h, (_, n) in zip(had, asked)]
+
+@patch
+async def held(self: DataService) -> dict[int, tuple[int, int]]:
+    "Lease and tokens of every unfinished answer, for a coordinator that was restarted"
+    return {t: (lease, n) for t, lease, n in self.partial.sizes() if t not in self.finish}
+
+@patch
 async def forget(self: DataService, trajectories: list[int]):
     self.partial.forget(trajectories)
     for t in trajectories: self.finish.pop(t, None)
@@ -118,7 +129,7 @@ def _finished(self: DataService, seat: cm.Placement) -> Trajectory:
                       lease=seat.lease, columns=store.row(at), sampling=sampling.model_dump(),
                       prompt_ids=prepared.prompt_ids(at), response_ids=row.ids, logprobs=row.logprobs,
                       loss_mask=np.ones(len(row.ids), np.uint8), versions=row.versions, finish_reason=self.finish.pop(seat.trajectory),
-                      turn_spans=[(0, len(row.ids))])
+                      turn_spans=[(0, len(row.ids))], moves=seat.moves)
 
 @patch
 def _arguments(self: DataService, trajectories: list[Trajectory]) -> dict:

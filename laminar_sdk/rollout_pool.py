@@ -144,11 +144,13 @@ class RolloutShell(Shell):
         if self.started is None: self.started = asyncio.create_task(self._start())
         await asyncio.shield(self.started)
         e = self.engine
-        return dict(capacity=e.capacity, kv_tokens=e.stats().kv_tokens, seconds=self.took, pids=e.pids(), host=self.host, run=self.run)
+        return dict(capacity=e.capacity, batch=self.batch, kv_tokens=e.stats().kv_tokens, seconds=self.took, pids=e.pids(), host=self.host, run=self.run)
 
     async def _start(self):
         self.engine = make_engine(*self.spec)
         await self.engine.start()
+        from laminar_sdk.rollout.knee import probe
+        self.batch = await probe(self.engine)
         self.took = time.monotonic() - self.began
 
     async def lend(self, run: str, launch: str, seed: int, sampling: dict[str, Sampling], replicas: int) -> int: # version that it holds
@@ -175,11 +177,20 @@ class RolloutShell(Shell):
 
     async def wave(self, wave: int, version: int, socket: str, seats: list[tuple]):
         "Take the version, then generate these"
+        await self.worker.wave(wave, version, socket, self._items(seats))
+
+    def _items(self, seats: list[tuple]):
         from laminar_sdk.rollout.reports import Assignment
-        items = [Assignment(trajectory=t, lease=lease, prompt_ids=np.asarray(ids, np.int32), sampling=self.sampling[kind],
-                            seed=self.seed * 1_000_003 + prompt if kind == 'eval' else None)
-                 for t, lease, ids, kind, prompt in seats]
-        await self.worker.wave(wave, version, socket, items)
+        return [Assignment(trajectory=t, lease=lease, prompt_ids=np.asarray(ids, np.int32), sampling=self.sampling[kind], first=first,
+                           seed=self.seed * 1_000_003 + prompt if kind == 'eval' else None)
+                for t, lease, ids, kind, prompt, first in seats]
+
+    async def more(self, wave: int, version: int, seats: list[tuple]):
+        "Generate these too"
+        await self.worker.more(wave, version, self._items(seats))
+
+    async def switch(self, wave: int, version: int, socket: str): await self.worker.switch(wave, version, socket)
+    async def suspend(self): await self.worker.suspend()
 
     async def abort(self, trajectories: list[int]): await self.worker.abort(trajectories)
     async def engine_pids(self) -> list[int]: return self.engine.pids()

@@ -106,6 +106,14 @@ class Supervisor:
         child.why = why
         if child.handle is not None: await asyncio.to_thread(ray.kill, child.handle, no_restart=child.max_restarts == 0)
 
+    async def dismiss(self, label: str, grace_s: float = 5.):
+        "A planned end of one child"
+        child = self.children.pop(label, None)
+        if child is None: return
+        self.tasks.pop(label).cancel()
+        if child.handle is None: return
+        if await _farewell(child, grace_s) is not None or not child.family: await self.kill(child)
+
     async def end(self, keep: tuple[str, ...] = (), grace_s: float = 5.) -> list[str]: # complaints
         "A planned end: ask each child to stop, then make sure; who belongs to a kept pool lives on, unless it hangs"
         self.ending = True

@@ -12,7 +12,7 @@ from typing import Any
 
 from fastcore.basics import patch
 
-from .core.config import GRPO, Eval, RunConfig, Sampling, as_rewards, for_training
+from .core.config import GRPO, Eval, Repack, RunConfig, Sampling, as_rewards, for_training
 from .core.errors import ConfigError
 from .rollout_pool import needs_cluster
 from .shells import Peer, Shell, actor_name
@@ -182,6 +182,7 @@ def fit(self: Trainer,
         seed: int = 0,
         run_dir: str | None = None, # on the head node; default `runs/<name>`
         max_groups: int | None = None, # bound on groups in flight and buffered; default two steps' worth
+        colocated: bool = False, # with schedule='sync': rollouts make room for the actor while it steps
         template: str | None = None, # makes the prompt from other columns: "{question}\nAnswer:"
         ship: list = () # modules beside the notebook that the reward functions use
        ): # a `Run`
@@ -190,6 +191,7 @@ def fit(self: Trainer,
     if isinstance(sampling, dict): sampling = Sampling(**sampling)
     config = RunConfig(name=name, model=self.model, steps=steps, prompts_per_step=prompts_per_step, algorithm=self.algorithm,
                        sampling=for_training(sampling), schedule=schedule, max_staleness=max_staleness, max_groups=max_groups,
+                       colocated=colocated, repack=pool.repack or Repack(),
                        eval=eval or Eval(), checkpoint_every=checkpoint, publish_dtype=self.relays.publish_dtype,
                        replicas=pool.replicas, max_model_len=pool.max_model_len, seed=seed)
     if pool.model != self.model: raise ConfigError(f'the pool serves {pool.model!r}, the trainer trains {self.model!r}', 'pass the same model to both')

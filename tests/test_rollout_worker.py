@@ -18,9 +18,9 @@ from laminar_sdk.rollout.worker import RolloutWorker, report_interval
 class Held(EmulatedEngine):
     "Versions without a relay"
     loads = ()
-    async def load(self, version, socket_path):
+    async def load(self, version, socket_path, keep=False):
         if self.dead: raise EngineDead(*self.dead)
-        assert not self.running and not self.waiting, 'a load in the middle of a wave'
+        assert keep or not self.running and not self.waiting, 'a load in the middle of a wave'
         await asyncio.sleep(.005)
         self.loads = *self.loads, version
         return LoadReport(version, .005, True, 0, emulated=True)
@@ -160,18 +160,55 @@ def test_abort():
         receiver = Receiver()
         async with working(receiver, Held(step_s=.001, answer=forever())) as w:
             await w.wave(1, 1, '', [item(t, n=900) for t in range(4)])
-            await w.wave(2, 2, '', [item(t, n=900) for t in range(4, 8)]) # waits for the first
             await until(lambda: len(receiver.seen) == 4)
+            await w.more(1, 1, [item(t, n=900) for t in range(4, 8)]) # ordered, not begun
             await w.abort([0, 1, 5, 99])
             await until(lambda: len(receiver.ended()) == 3)
             assert all(len(receiver.seen[t, 1]) > 0 for t in (0, 1)) and len(receiver.seen[5, 1]) == 0
-            assert {k[0] for k in receiver.ended()} == {0, 1, 5} and len(w.flying) == 2
+            assert {k[0] for k in receiver.ended()} == {0, 1, 5}
+            await until(lambda: len(w.flying) == 5)
             await w.abort()
             await until(lambda: len(receiver.ended()) == 8)
+            await w.wave(2, 2, '', [item(8)])
+            await w.abort()
             await w.wave(3, 3, '', [item(9, n=5)])
             await until(lambda: (9, 1) in receiver.ended())
-        assert {receiver.seen[t, 1].finish_reason for t in range(8)} == {'abort'} and receiver.seen[9, 1].finish_reason == 'length'
+        assert {receiver.seen[t, 1].finish_reason for t in range(9)} == {'abort'} and receiver.seen[9, 1].finish_reason == 'length'
         assert [e.wave for e in receiver.events] == [1, 3] # the second wave was empty when its turn came
+    go(run())
+
+
+def test_a_new_wave_cuts_what_is_left_and_more_joins_only_its_own_version():
+    async def run():
+        receiver = Receiver()
+        async with working(receiver, Held(step_s=.001, answer=forever())) as w:
+            await w.wave(1, 1, '', [item(t, n=900) for t in range(3)])
+            await until(lambda: len(receiver.seen) == 3)
+            await w.wave(1, 1, '', [item(t, n=900) for t in range(3)]) # once more
+            await asyncio.sleep(.05)
+            assert len(w.flying) == 3 and not receiver.ended()
+            await w.wave(2, 2, '', [item(5, n=900)])
+            await until(lambda: len(receiver.ended()) == 3 and w.version == 2)
+            await w.more(1, 1, [item(6, n=9)]) # of a wave that is over
+            await until(lambda: (6, 1) in receiver.ended())
+            await w.more(2, 2, [item(7, n=9)])
+            await until(lambda: (7, 1) in receiver.ended())
+        assert receiver.seen[6, 1].finish_reason == 'abort' and len(receiver.seen[6, 1]) == 0 and len(receiver.seen[7, 1]) == 9
+        assert [e.wave for e in receiver.events] == [1, 2]
+    go(run())
+
+
+def test_another_version_between_two_tokens():
+    async def run():
+        receiver = Receiver()
+        async with working(receiver, Held(step_s=.001, answer=forever())) as w:
+            await w.wave(1, 1, '', [item(1, n=200)])
+            await until(lambda: (1, 1) in receiver.seen and len(receiver.seen[1, 1]) > 5)
+            await w.switch(1, 2, '')
+            await until(lambda: (1, 1) in receiver.ended())
+        t = receiver.seen[1, 1]
+        assert len(t) == 200 and [v for _, v in t.versions] == [1, 2] and 5 < t.versions[1][0] < 200
+        assert [type(e).__name__ for e in receiver.events] == ['WaveStarted', 'Switched']
     go(run())
 
 
@@ -193,21 +230,22 @@ def test_an_abort_that_comes_before_the_engine_knows_the_request():
 
 def test_refused_and_failed_pulls_leave_the_others_alone():
     class Picky(Held):
-        async def load(self, version, socket_path):
+        async def load(self, version, socket_path, keep=False):
             if version == 2: raise OSError('relay away')
-            return await super().load(version, socket_path)
+            return await super().load(version, socket_path, keep)
     async def run():
         receiver = Receiver()
         async with working(receiver, Picky(step_s=0, max_model_len=32)) as w:
             await w.wave(1, 1, '', [item(1), item(2, prompt=[4] * 32), item(3, prompt=[]), item(4, prompt=[4] * 30, n=500), item(5, n=0 + 1, first=1)])
-            await until(lambda: len(receiver.ended()) == 2)
+            await until(lambda: len(receiver.ended()) == 3)
             await w.wave(2, 2, '', [item(6)])
             await until(lambda: any(isinstance(e, PullFailed) for e in receiver.events))
             assert w.version == -1 and not w.orders
             await w.wave(3, 1, '', [item(7)])
             await until(lambda: (7, 1) in receiver.ended())
             assert w.engine.loads == (1, 1) # after a failed pull nothing is taken for granted
-        assert {e.trajectory for e in receiver.events if isinstance(e, Refused)} == {2, 3, 5}
+        assert {e.trajectory for e in receiver.events if isinstance(e, Refused)} == {2, 3}
+        assert receiver.seen[5, 1].finish_reason == 'length' # it was complete; whoever had it before could not say so
         assert len(receiver.seen[4, 1]) <= 2 # what the model's length leaves
         assert [e.reason for e in receiver.events if isinstance(e, PullFailed)] == ['OSError: relay away']
     go(run())

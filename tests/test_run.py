@@ -283,7 +283,7 @@ def test_interrupted_fit_leaves_no_actor_20_times(cluster, model, tmp_path): ass
 
 def test_bad_arguments_are_errors_in_the_cell(cluster, model, tmp_path):
     for kw, kind, words in ((dict(name='no/slash'), ConfigError, 'name'), (dict(prompts=[dict(question='x')]), ConfigError, 'prompt'),
-                            (dict(template='{nothing}'), ConfigError, 'nothing'), (dict(schedule='sync'), ConfigError, 'sync'),
+                            (dict(template='{nothing}'), ConfigError, 'nothing'), (dict(schedule='nope'), ConfigError, 'schedule'), (dict(colocated=True), ConfigError, 'sync'),
                             (dict(reward=lambda x: 1.), ConfigError, 'by keyword'), (dict(prompts=[dict(prompt=[dict(role='user', content='x')])]), ConfigError, 'chat template'),
                             (dict(sampling=Sampling(top_p=.5)), ConfigError, 'top_p')):
         with pytest.raises(kind, match=words): start(cluster, model, tmp_path, **({'name': 'bad'} | kw))

@@ -2,7 +2,7 @@
 
 `kill -9` of a kernel's pid proves little: Jupyter signals the whole process group.
 """
-import json, signal, subprocess, sys, time
+import json, queue, signal, subprocess, sys, time
 from pathlib import Path
 
 import pytest
@@ -27,10 +27,13 @@ class Kernel:
         self.client.start_channels()
         self.client.wait_for_ready(60)
 
-    def send(self, code: str) -> str: return self.client.execute(code)
+    def send(self, code: str) -> str:
+        "After a cell that failed, Jupyter aborts what has arrived meanwhile unless it is told not to"
+        return self.client.execute(code, stop_on_error=False)
 
     def busy(self, cell: str): # the cell has begun
-        self._await(self.client.get_iopub_msg, cell, 60, lambda m: m['msg_type'] == 'execute_input')
+        try: self._await(self.client.get_iopub_msg, cell, 60, lambda m: m['msg_type'] == 'execute_input')
+        except queue.Empty: raise AssertionError(f'the cell has not begun; the kernel says {self.reply(cell, 5)}') from None
 
     def reply(self, cell: str, timeout: float = 60) -> dict: return self._await(self.client.get_shell_msg, cell, timeout)['content']
 

@@ -93,6 +93,7 @@ class Eval(Config):
 
 class Repack(Config):
     "When the long tails of rollouts are packed together"
+    on: bool = True # False: every rollout finishes what it has begun
     every: float = Field(5.0, gt=0) # s between looks
     batch: int | None = Field(None, ge=1) # B, the knee of the decode roofline; None = measured
     kv_max: float | None = Field(None, gt=0, le=1) # C_max as a fraction of the KV cache; None = measured
@@ -106,7 +107,9 @@ class RunConfig(Config):
     algorithm: GRPO = GRPO()
     sampling: Sampling = Sampling()
     schedule: Literal['laminar', 'sync', 'one_step', 'stream', 'partial', 'inflight'] = 'laminar'
-    max_staleness: int | None = Field(None, ge=0)
+    max_staleness: int | None = Field(None, ge=0) # published versions; rollouts and the actor are paced, nothing is dropped; None = no bound
+    colocated: bool = False # with `sync`: rollouts give their memory and threads to the actor while it steps
+    repack: Repack = Repack()
     max_groups: int | None = Field(None, ge=1) # bound at admission: groups in flight + buffered; None = two steps' worth
     eval: Eval = Eval()
     checkpoint_every: int = Field(20, ge=0) # steps; 0 = only after the last

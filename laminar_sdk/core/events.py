@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['encode_record', 'decode_record', 'decode_records', 'Event', 'RolloutJoined', 'RolloutLost', 'WaveStarted',
-           'PullFailed', 'Progress', 'Refused', 'VersionReady', 'RelayLost', 'GroupScored', 'DataLost', 'ActorJoined',
-           'ActorLost', 'BatchAsked', 'StepTrained', 'CheckpointSaved', 'Paused', 'Resumed', 'StopAsked', 'EvalAsked',
-           'Restarted', 'Tick', 'RelayTold', 'RelayJoined', 'RelayGone', 'RelayHeard', 'LinkFailed', 'VersionSealed',
-           'SealGone', 'RelayTick', 'StepDone', 'EvalDone', 'Notice', 'RunEnded', 'Record']
+           'PullFailed', 'Progress', 'Switched', 'Refused', 'VersionReady', 'RelayLost', 'GroupScored', 'DataLost',
+           'ActorJoined', 'ActorLost', 'BatchAsked', 'StepTrained', 'CheckpointSaved', 'Paused', 'Resumed', 'StopAsked',
+           'EvalAsked', 'RepackSet', 'ScaleAsked', 'DrainAsked', 'Restarted', 'Tick', 'RelayTold', 'RelayJoined',
+           'RelayGone', 'RelayHeard', 'LinkFailed', 'VersionSealed', 'SealGone', 'RelayTick', 'StepDone', 'EvalDone',
+           'Repacked', 'RepackDone', 'Notice', 'RunEnded', 'Record']
 
 # %% ../../nbs/core/03_events.ipynb #02dfd33a
 from typing import Any
@@ -22,9 +23,11 @@ class RolloutJoined(Event, frozen=True):
     "A rollout's engine is up and holds `version`"
     rollout: int
     host: int
-    capacity: int # trajectories that may run at once (B)
+    capacity: int # trajectories that its engine decodes at once; more wait
     version: int = 0
     kv_tokens: int = 0 # size of its KV cache
+    batch: int = 0 # B: trajectories at the knee of its decode roofline; 0 = its capacity
+    kv_max: float = 1. # C_max, as a fraction of the KV cache
 
 class RolloutLost(Event, frozen=True):
     "A rollout's process, engine or host died; its trajectories have to be placed again"
@@ -55,6 +58,15 @@ class Progress(Event, frozen=True):
     kv_used: float = 0. # fraction of the KV cache
     running: int = 0
     waiting: int = 0
+    load: int = 0 # tokens of all that it runs, prompts included, as if nothing were shared
+    tokens_per_s: float = 0.
+
+class Switched(Event, frozen=True):
+    "A rollout has taken a version between two tokens; its requests have gone on"
+    rollout: int
+    wave: int
+    version: int
+    pull_s: float = 0.
 
 class Refused(Event, frozen=True):
     "A rollout's engine refused a trajectory: nothing was generated, and trying again would not help"
@@ -124,6 +136,7 @@ class CheckpointSaved(Event, frozen=True):
 # %% ../../nbs/core/03_events.ipynb #82a116ec
 class Paused(Event, frozen=True):
     "No new wave, no actor step; in-flight work finishes"
+    now: bool = False # in-flight work is parked in the partial response pool instead
 
 class Resumed(Event, frozen=True):
     "Go on"
@@ -135,8 +148,22 @@ class StopAsked(Event, frozen=True):
 class EvalAsked(Event, frozen=True):
     "Evaluate the held-out prompts at the newest version"
 
+class RepackSet(Event, frozen=True):
+    "Repack is switched on or off, or looks more or less often"
+    on: bool
+    every: float # s
+
+class ScaleAsked(Event, frozen=True):
+    "So many rollouts are wanted"
+    rollouts: int
+
+class DrainAsked(Event, frozen=True):
+    "A rollout is to go: no new work, what it has moves to others of its version, or is finished"
+    rollout: int
+
 class Restarted(Event, frozen=True):
     "The coordinator was built again from ledger and recorder; all rollouts were told to abort"
+    held: dict[int, tuple[int, int]] = {} # what the partial response pool still has: lease and tokens by trajectory
 
 class Tick(Event, frozen=True):
     "Time passes"
@@ -205,6 +232,29 @@ class EvalDone(Event, frozen=True):
     length_median: float = 0.
     length_p99: float = 0.
 
+class Repacked(Event, frozen=True):
+    "A repack plan, as it was decided; parallel lists, one entry a move of a whole rollout's tail"
+    plan: int
+    trigger: str # look | publish | drain
+    candidates: int # idle rollouts
+    shared: int # of them, such as had another of their version beside them
+    source: list[int]
+    dest: list[int]
+    version: list[int]
+    trajectories: list[int] # how many
+    kv_source: list[float] # KV use as a fraction, when it was decided
+    kv_dest: list[float] # before
+    kv_after: list[float] # of the destination, as planned
+
+class RepackDone(Event, frozen=True):
+    "The last trajectory of a plan has arrived, or ended before it left"
+    plan: int
+    moved: int # trajectories
+    ended: int # before they left
+    parked: int # their destination was gone
+    tokens: int # that the destinations prefill again, prompts not counted
+    seconds: float # from the decision to the last arrival
+
 class Notice(Event, frozen=True):
     "A sentence for the person: a part failed, restarted, was skipped"
     level: str # info | warning | error
@@ -226,6 +276,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
     event: ('RolloutJoined | RolloutLost | WaveStarted | PullFailed | Progress | Refused | VersionReady | RelayLost | GroupScored | '
             'DataLost | ActorJoined | ActorLost | BatchAsked | StepTrained | CheckpointSaved | Paused | Resumed | StopAsked | '
             'EvalAsked | Restarted | Tick | StepDone | EvalDone | Notice | RunEnded | '
+            'Switched | RepackSet | ScaleAsked | DrainAsked | Repacked | RepackDone | '
             'RelayJoined | RelayGone | RelayHeard | LinkFailed | VersionSealed | SealGone | RelayTick')
 
 encode_record = msgspec.msgpack.Encoder().encode

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from ..core.config import Sampling
-from ..core.events import PullFailed, Refused, WaveStarted
+from ..core.events import PullFailed, Refused, Switched, WaveStarted
 from .engine import Chunk, GenerationRequest, trajectory_seed
 
 # %% ../../nbs/rollout/03b_reports.ipynb #26409e12
@@ -36,7 +36,7 @@ class Assignment:
         s = self.sampling if isinstance(self.sampling, dict) else self.sampling.model_dump()
         seed = trajectory_seed(run_seed, self.trajectory) if self.seed is None else self.seed
         return GenerationRequest(self.key, np.asarray(self.prompt_ids, np.int32), s.get('max_tokens', 256) - self.first,
-                                 s.get('temperature', 1.), s.get('top_p', 1.), tuple(s.get('stop_token_ids', ())), seed)
+                                 s.get('temperature', 1.), s.get('top_p', 1.), tuple(s.get('stop_token_ids', ())), seed, self.first)
 
 # %% ../../nbs/rollout/03b_reports.ipynb #3d967cfb
 class Piece(msgspec.Struct, array_like=True, frozen=True):
@@ -54,11 +54,12 @@ class Report(msgspec.Struct, frozen=True):
     incarnation: int # which life of the rollout
     seq: int # 1, 2, 3 … in this life; a repeated report keeps its number
     version: int # of all its pieces; −1 = none yet
-    events: list[WaveStarted | PullFailed | Refused] = []
+    events: list[WaveStarted | Switched | PullFailed | Refused] = []
     pieces: list[Piece] = []
     kv_used: float = 0. # fraction
     running: int = 0
     waiting: int = 0
+    load: int = 0 # tokens of all that it runs, prompts included, as if nothing were shared
     tokens_per_s: float = 0.
     engine_dead: str = '' # the reason, if the engine died
     emulated: bool = False

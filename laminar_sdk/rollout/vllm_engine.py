@@ -16,7 +16,7 @@ import numpy as np
 from fastcore.basics import patch
 
 from ..core.errors import ConfigError, IntegrityError, LaminarError, MissingError, ResourceError, RunError
-from .engine import Chunk, EngineDead, EngineStats, GenerationRequest, LoadReport, RequestRefused, check_request
+from .engine import Chunk, EngineDead, EngineStats, GenerationRequest, LoadReport, RequestRefused, check_request, trajectory_seed
 from .vllm_relay import BACKEND, LAST_WORDS, OWNER, check_version, check_whole, vllm_version
 from ..weights.wire import private_base
 
@@ -56,7 +56,9 @@ class VLLMEngine:
                  stream_interval: int = 8, # tokens of a response that vLLM hands over at once
                  start_method: str | None = None, # of the core: 'fork', 'spawn', None = fork where it is safe
                  start_timeout_s: float = 300.,
-                 load_timeout_s: float = 300.):
+                 load_timeout_s: float = 300.,
+                 sleeps: bool = False # on a GPU: `suspend` will be asked for
+                ):
         self.cpu = on_cpu()
         if self.cpu and tensor_parallel > 1: raise ConfigError(f'tensor_parallel={tensor_parallel} on a CPU', 'use threads=, or more replicas')
         if start_method not in (None, 'fork', 'spawn'): raise ConfigError(f'start_method={start_method!r}', "use 'fork', 'spawn' or None")
@@ -64,7 +66,7 @@ class VLLMEngine:
         self.max_model_len, self.capacity, self.kv_cache_bytes, self.gpu_memory = max_model_len, max_num_seqs, kv_cache_bytes, gpu_memory
         self.threads, self.seed, self.start_method, self.start_timeout_s, self.load_timeout_s = threads, seed, start_method, start_timeout_s, load_timeout_s
         self.llm, self.cores, self.eos_ids, self.kv_tokens, self.flying, self.torn, self.before, self.vocab = None, [], (), 0, 0, '', '', 0
-        self.words, self.folder = '', None
+        self.words, self.folder, self.sleeps = '', None, sleeps
         self.stream_interval, self.gauge, self.seconds, self.thread = stream_interval, None, {}, ThreadPoolExecutor(1, 'laminar-engine')
 
     def __repr__(self):
@@ -169,7 +171,7 @@ def _arguments(self: VLLMEngine) -> dict:
     if self.cpu: # without chunks: of a prompt in chunks that has a seed, vLLM takes an offset back that no generator of a CPU has, and dies
         return both | dict(enforce_eager=True, block_size=32, kv_cache_memory_bytes=self.kv_cache_bytes, enable_chunked_prefill=False,
                            max_num_batched_tokens=max(4096, self.max_model_len))
-    return both | dict(tensor_parallel_size=self.tensor_parallel, gpu_memory_utilization=self.gpu_memory,
+    return both | dict(enable_sleep_mode=self.sleeps, tensor_parallel_size=self.tensor_parallel, gpu_memory_utilization=self.gpu_memory,
                        distributed_executor_backend='mp' if self.tensor_parallel > 1 else None) # inside a Ray actor vLLM would choose Ray
 
 # %% ../../nbs/rollout/02_vllm_engine.ipynb #b0ca4cf8
@@ -215,7 +217,8 @@ async def generate(self: VLLMEngine, request: GenerationRequest) -> AsyncIterato
 def _sampling(self: VLLMEngine, r: GenerationRequest, room: int):
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
-    return SamplingParams(max_tokens=room, temperature=r.temperature, top_p=r.top_p, seed=r.seed, logprobs=0, flat_logprobs=True,
+    seed = trajectory_seed(r.seed, r.generated) if r.generated and r.seed is not None else r.seed # else the noise of the first tokens would come again
+    return SamplingParams(max_tokens=room, temperature=r.temperature, top_p=r.top_p, seed=seed, logprobs=0, flat_logprobs=True,
                           detokenize=False, output_kind=RequestOutputKind.DELTA, ignore_eos=True, stop_token_ids=[*self.eos_ids, *r.stop_token_ids])
 
 def _chunk(o) -> Chunk:
@@ -249,12 +252,13 @@ async def abort(self: VLLMEngine, id):
 @patch
 async def load(self: VLLMEngine,
                version: int | None, # None = the relay's newest
-               socket_path: str # of this host's relay
+               socket_path: str, # of this host's relay
+               keep: bool = False # requests and caches live on: their next tokens come from new weights and old keys and values
               ) -> LoadReport:
     "Take a version from the relay and prove it"
     began, self.before = time.perf_counter(), self.torn
-    self.torn = 'a load failed or is under way'
-    with self._alive(): reports = await self._while_alive(self._exchange(version, str(socket_path)), f'version {version} was being loaded')
+    self.torn = '' if keep else 'a load failed or is under way' # requests that go on do not ask
+    with self._alive(): reports = await self._while_alive(self._exchange(version, str(socket_path), keep), f'version {version} was being loaded')
     self.torn, r = '', reports[0]
     return LoadReport(r['version'], time.perf_counter() - began, True, r['nbytes'], r['checksum'])
 
@@ -273,22 +277,22 @@ async def _while_alive(self: VLLMEngine, work, what: str):
     raise EngineDead(f'{self.model_path!r}: while {what}, {why}', 'start a new engine')
 
 @patch
-async def _exchange(self: VLLMEngine, version, socket_path) -> list[dict]: # a report of each rank
+async def _exchange(self: VLLMEngine, version, socket_path, keep: bool) -> list[dict]: # a report of each rank
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-    async with _paused(self.llm):
+    async with _paused(self.llm, keep):
         await self.llm.start_weight_update()
         try: await self.llm.update_weights(WeightTransferUpdateRequest(dict(version=version, socket_path=socket_path)))
         except Exception as e: await self._explain(e)
         await self.llm.finish_weight_update()
         reports = await self.llm.collective_rpc('laminar_report')
         check_whole(reports)
-        if not await self.llm.reset_prefix_cache(): raise RunError('vLLM did not empty its prefix cache', 'start a new engine')
+        if not keep and not await self.llm.reset_prefix_cache(): raise RunError('vLLM did not empty its prefix cache', 'start a new engine')
         return reports
 
 @asynccontextmanager
-async def _paused(llm):
-    "No step runs; what was in flight has ended with `abort`"
-    await llm.pause_generation(mode='abort', clear_cache=True)
+async def _paused(llm, keep: bool):
+    "No step runs; what was in flight has ended with `abort`, or waits"
+    await llm.pause_generation(mode='keep' if keep else 'abort', clear_cache=not keep)
     try: yield
     finally: await llm.resume_generation()
 
@@ -304,6 +308,18 @@ async def _explain(self: VLLMEngine, e: Exception):
     raise kind(bad[0]['error'], bad[0]['remedy']) from e
 
 # %% ../../nbs/rollout/02_vllm_engine.ipynb #412dcdea
+@patch
+async def suspend(self: VLLMEngine):
+    "Give memory and threads away: on a CPU the KV cache is emptied and no step runs; on a GPU vLLM sleeps (not verified on one yet)"
+    if self.cpu: await self.llm.pause_generation(mode='abort', clear_cache=True)
+    else: await self.llm.sleep(level=1)
+
+@patch
+async def resume(self: VLLMEngine):
+    "Take them back"
+    if self.cpu: await self.llm.resume_generation()
+    else: await self.llm.wake_up()
+
 @patch
 def _core_died(self: VLLMEngine, p):
     asyncio.get_running_loop().remove_reader(p.sentinel)

@@ -13,7 +13,7 @@ from typing import Awaitable, Callable
 
 from fastcore.basics import patch
 
-from ..core.events import PullFailed, Refused, WaveStarted
+from ..core.events import PullFailed, Refused, Switched, WaveStarted
 from .engine import Chunk, Engine, EngineDead, RequestRefused
 from .reports import Assignment, Compartment, Outbox, Report
 
@@ -37,6 +37,7 @@ class Order:
     version: int
     socket_path: str # of the relay on this host
     items: list[Assignment]
+    kind: str = 'wave' # wave | more: these too, in the wave that runs | switch: another version under what runs
     pull_s: float = 0. # what taking the version cost
 
 class RolloutWorker:
@@ -59,6 +60,7 @@ class RolloutWorker:
         self.incarnation = time.time_ns() // 1_000_000 if incarnation is None else incarnation
         self.version, self.seq, self.failed_sends, self.sending, self.dead = -1, 0, 0, False, ''
         self.outbox, self.orders, self.flying, self.cut, self.known = Outbox(), deque(), {}, set(), OrderedDict()
+        self.holds, self.suspended, self.begun = {}, False, -1 # tokens in the KV cache by key; is the engine's memory given away; wave that runs
         self.ordered, self.landed, self.tasks, self.said = asyncio.Event(), asyncio.Event(), [], (time.monotonic(), 0)
 
     def __repr__(self):
@@ -81,18 +83,61 @@ def begin(self: RolloutWorker):
 async def _main(self: RolloutWorker):
     while not self.dead:
         order = await self._next_order()
-        if order.version != self.version:
-            await self._drained()
-            if not await self._pull(order): continue
-        self._begin(order)
+        if self.suspended: await self._wake()
+        if order.kind == 'more' or order.kind == 'wave' and order.wave == self.begun: self._more(order) # a wave may be ordered twice
+        elif order.kind == 'switch': await self._switch(order)
+        else:
+            await self._leave_rest()
+            if order.version != self.version and not await self._pull(order): continue
+            self._begin(order)
+
+@patch
+async def _wake(self: RolloutWorker):
+    await self.engine.resume()
+    self.suspended = False
 
 @patch
 def _begin(self: RolloutWorker, order: Order):
     "Start every trajectory of a wave"
     self.orders.popleft()
+    self.begun = order.wave
     if not order.items: return # it was aborted meanwhile
     self.outbox.say(WaveStarted(self.index, order.wave, order.version, order.pull_s))
-    for item in self._new(order.items): self.flying[item.key] = asyncio.create_task(self._fly(item))
+    self._launch(order.items)
+
+@patch
+def _launch(self: RolloutWorker, items: list[Assignment]):
+    for item in self._new(items): self.flying[item.key] = asyncio.create_task(self._fly(item))
+
+@patch
+def _more(self: RolloutWorker, order: Order):
+    "More for the wave that runs; if that is over, or its pull has failed, these are given back as they came"
+    self.orders.popleft()
+    if order.version == self.version: self._launch(order.items)
+    else:
+        for item in order.items: self.outbox.add(item, item.first, Chunk(finish_reason='abort'))
+
+@patch
+async def _switch(self: RolloutWorker, order: Order):
+    "Take a version between two tokens; if that fails, nothing that runs can be trusted to go on"
+    self.orders.popleft()
+    try: loaded = await self.engine.load(order.version, order.socket_path, keep=True)
+    except EngineDead as e: self._die(e)
+    except Exception as e:
+        await self._leave_rest()
+        self.version = -1
+        self.outbox.say(PullFailed(self.index, order.wave, order.version, f'{type(e).__name__}: {e}'))
+    else:
+        self.version = loaded.version
+        self.outbox.turn(self.version)
+        self.outbox.say(Switched(self.index, order.wave, self.version, loaded.seconds))
+
+@patch
+async def _leave_rest(self: RolloutWorker):
+    "A new wave is ordered only when nobody waits for anything of the old one: what still flies is cut off"
+    self.cut |= set(self.flying)
+    for key in list(self.cut): await self.engine.abort(key)
+    await self._drained()
 
 # %% ../../nbs/rollout/04_worker.ipynb #ee1017e6
 @patch
@@ -127,16 +172,20 @@ async def _pull(self: RolloutWorker, order: Order) -> bool: # whether the rollou
 @patch
 async def _fly(self: RolloutWorker, item: Assignment):
     "Stream one trajectory into the outbox"
-    first = item.first
+    first, request = item.first, item.request(self.seed)
+    self.holds[item.key] = len(item.prompt_ids)
     try:
-        async for chunk in self.engine.generate(item.request(self.seed)):
+        if first and request.room(self.engine.max_model_len) < 1: # whoever had it before died before it could say that it was complete
+            return self.outbox.add(item, first, Chunk(finish_reason='length'))
+        async for chunk in self.engine.generate(request):
             self.outbox.add(item, first, chunk)
             first += len(chunk.ids)
+            self.holds[item.key] += len(chunk.ids)
             if item.key in self.cut: await self.engine.abort(item.key) # it was aborted before the engine knew it
     except RequestRefused as e: self.outbox.say(Refused(self.index, item.trajectory, item.lease, e.message))
     except Exception as e: self._die(e)
     finally:
-        del self.flying[item.key]
+        del self.flying[item.key], self.holds[item.key]
         self.cut.discard(item.key)
         self.landed.set()
 
@@ -179,7 +228,7 @@ def _compose(self: RolloutWorker, part: Compartment) -> Report:
     now, stats, (then, tokens) = time.monotonic(), self.engine.stats(), self.said
     self.seq, self.said = self.seq + 1, (now, self.outbox.tokens)
     return Report(self.index, self.incarnation, self.seq, part.version, part.events, part.pieces(), stats.kv_used, stats.running,
-                  stats.waiting, (self.outbox.tokens - tokens) / max(now - then, 1e-6), self.dead, self.engine.emulated)
+                  stats.waiting, sum(self.holds.values()), (self.outbox.tokens - tokens) / max(now - then, 1e-6), self.dead, self.engine.emulated)
 
 @patch
 async def _deliver(self: RolloutWorker, report: Report):
@@ -204,8 +253,29 @@ async def wave(self: RolloutWorker,
                items: list[Assignment]):
     "Order a wave"
     if self.dead: raise EngineDead(f'rollout {self.index} is dead: {self.dead}', 'start another')
-    self.orders.append(Order(wave, version, socket_path, list(items)))
+    self._order(Order(wave, version, socket_path, list(items)))
+
+@patch
+def _order(self: RolloutWorker, order: Order):
+    self.orders.append(order)
     self.ordered.set()
+
+@patch
+async def more(self: RolloutWorker, wave: int, version: int, items: list[Assignment]):
+    "Order these too, for the wave that runs"
+    self._order(Order(wave, version, '', list(items), 'more'))
+
+@patch
+async def switch(self: RolloutWorker, wave: int, version: int, socket_path: str):
+    "Order another version under what runs"
+    self._order(Order(wave, version, socket_path, [], 'switch'))
+
+@patch
+async def suspend(self: RolloutWorker):
+    "Give memory and threads away until the next order; what still flies is cut off"
+    await self._leave_rest()
+    await self.engine.suspend()
+    self.suspended = True
 
 @patch
 async def abort(self: RolloutWorker, trajectories: list[int] = ()):

@@ -16,14 +16,14 @@ from ..core.events import BatchAsked, StepTrained
 from .commands import Command, GiveBatch
 from .evaluation import Evaluations
 from .ledger import Ledger
-from .schedules import schedule_for
+from .schedules import in_time
 
 # %% ../../nbs/scheduling/10_batches.ipynb #6219bbfd
 class Batches:
     "Gives each step its groups, once on each lineage"
 
     def __init__(self, config: RunConfig, ledger: Ledger, evals: Evaluations):
-        self.config, self.ledger, self.evals, self.schedule = config, ledger, evals, schedule_for(config)
+        self.config, self.ledger, self.evals = config, ledger, evals
         self.asked: BatchAsked | None = None # not answered yet
 
     def ask(self, e: BatchAsked):
@@ -42,10 +42,23 @@ def give(self: Batches) -> list[Command]:
     if a is None or a.incarnation != ledger.incarnation: return []
     if a.step not in ledger.steps:
         due = ledger.trained_step + 1 == a.step <= self.config.steps
-        if not due or not self.schedule.may_step(len(ledger.buffer), n): return []
-        ledger.sample(a.step, a.incarnation, ledger.oldest_buffered(n))
+        groups = self._choose(n) if due and len(ledger.buffer) >= n else []
+        if not groups: return []
+        ledger.sample(a.step, a.incarnation, groups)
     self.asked, groups = None, ledger.batches[a.step]
     return [GiveBatch(a.incarnation, a.step, list(groups), [ledger.living(g) for g in groups])]
+
+@patch
+def _choose(self: Batches, n: int) -> list[int]: # groups; none = wait
+    "The groups that completed first; under a bound on staleness the stalest, and only if all others can still be trained in time"
+    k, ledger = self.config.max_staleness, self.ledger
+    if k is None: return ledger.oldest_buffered(n)
+    slack = {g.id: max(0, k - ledger.staleness(min((v for t in ledger.members[g.id] if (v := ledger.rows[t].version) >= 0), default=ledger.newest)))
+             for g in ledger.groups.values() if g.kind == 'train' and g.state in ('open', 'closed', 'buffered')}
+    best = sorted(ledger.buffer, key=lambda g: (slack[g], ledger.groups[g].completed))[:n]
+    if in_time(list(slack.values()), [slack[g] for g in best], n): return best
+    late = [s for g, s in slack.items() if g not in ledger.buffer and s < slack[best[-1]]]
+    return [] if late else best # nobody to wait for: the actor came back, and its new publish made everything older
 
 @patch
 def trained(self: Batches, e: StepTrained):

@@ -6,18 +6,22 @@
 __all__ = ['Dispatch']
 
 # %% ../../nbs/scheduling/08_dispatch.ipynb #b9b8fb23
+from collections import defaultdict
+from dataclasses import replace
 from math import ceil
 
 from fastcore.basics import patch
 
 from ..core.config import RunConfig
 from ..core.errors import ConfigError
-from .commands import Placement, StartWave
+from .books import KINDS, TrajectoryRow
+from .commands import Command, Continue, Forget, Placement, StartWave
 from .cursor import PromptCursor
 from .evaluation import Evaluations
 from .fleet import Fleet, Rollout
 from .ledger import Ledger
-from .schedules import schedule_for
+from .moves import seat
+from .schedules import Situation, paced, schedule_for
 
 # %% ../../nbs/scheduling/08_dispatch.ipynb #6db6fd83
 class Dispatch:
@@ -44,12 +48,21 @@ def groups(self: Dispatch) -> dict[str, int]:
     return dict(in_flight=count('train', 'open', 'closed'), buffered=len(self.ledger.buffer), consumed=count('train', 'sampled', 'trained'))
 
 @patch
-def permits(self: Dispatch) -> int:
-    "Groups that may be admitted now"
+def situation(self: Dispatch) -> Situation:
+    "What the schedule may look at"
     n = self.groups()
-    inside = n['in_flight'] + n['buffered']
-    target = self.config.steps * self.config.prompts_per_step
-    return max(0, min(self.config.groups_bound - inside, target - inside - n['consumed']))
+    return Situation(sum(n.values()), n['in_flight'], self.ledger.trained_step, self.config.prompts_per_step, self.ledger.newest,
+                     tuple(sorted({r.version for r in self.fleet.rollouts.values() if r.seats and r.kind == 'train'})))
+
+@patch
+def permits(self: Dispatch,
+            version: int | None = None # that would generate them; None = the newest
+           ) -> int:
+    "Groups that may be admitted now: as the run's bound, its end, its schedule and its staleness allow"
+    n, s = self.groups(), self.situation()
+    inside, target = n['in_flight'] + n['buffered'], self.config.steps * self.config.prompts_per_step
+    behind = replace(s, trained=min(s.trained, self.ledger.versions[version].step)) if version in self.ledger.versions else s
+    return max(0, min(self.config.groups_bound - inside, target - s.admitted, self.schedule.admits(s), paced(behind, self.config.max_staleness)))
 
 @patch
 def _admit(self: Dispatch) -> list[int]: # its trajectories
@@ -61,24 +74,27 @@ def _admit(self: Dispatch) -> list[int]: # its trajectories
 
 # %% ../../nbs/scheduling/08_dispatch.ipynb #871ef891
 @patch
-def waves(self: Dispatch) -> list[StartWave]:
-    "A wave for every free rollout, as far as there is work"
-    free, out = self.fleet.free(), []
+def waves(self: Dispatch) -> list[Command]:
+    "Places for what is parked, a wave for every free rollout, and more for those that are refilled, as far as there is work"
+    out: list[Command] = self._rejoin() if self.parked() else []
+    free = self.fleet.free()
     for i, r in enumerate(free):
         held_out = self.evals.seats(r, len(free) - i)
         version, ids = held_out or self._train_seats(r, len(free) - i)
         if ids: out.append(self._start(r, version, ids, 'eval' if held_out else 'train'))
-    return out
+    return out + (self._refill() if self.schedule.refill else [])
 
 @patch
 def _train_seats(self: Dispatch, r: Rollout, free: int) -> tuple[int | None, list[int]]: # version, trajectories
     "What a rollout generates for the actor next"
-    version, size, permits = self.schedule.version(self.fleet.ready.get(r.host, []), r.held), self.config.algorithm.group_size, self.permits()
-    work = len(self.ledger.waiting['train']) + permits * size
+    if old := self._reachable(r): return old
+    version, size, fresh = self._version(r), self.config.algorithm.group_size, self._fresh()
+    permits = self.permits(version)
+    work = sum(map(len, fresh)) + permits * size
     if version is None or not work: return None, []
-    wave = self.schedule.wave(r.capacity, len(self.fleet.rollouts), self.config.prompts_per_step * size)
+    wave = self.schedule.wave(r.batch, r.capacity, len(self.fleet.rollouts), self.config.prompts_per_step * size)
     room, ids = min(wave, ceil(work / free)), []
-    for part in self._lost():
+    for part in fresh:
         if ids and len(ids) + len(part) > room: break
         ids += part
     for _ in range(permits):
@@ -87,15 +103,78 @@ def _train_seats(self: Dispatch, r: Rollout, free: int) -> tuple[int | None, lis
     return version, ids
 
 @patch
-def _lost(self: Dispatch) -> list[list[int]]:
-    "Pending members of groups that had begun, group by group, the oldest first"
+def _version(self: Dispatch, r: Rollout, s: Situation | None = None) -> int | None:
+    return self.schedule.version(self.fleet.ready.get(r.host, []), r.held, s or self.situation())
+
+@patch
+def _fresh(self: Dispatch) -> list[list[int]]:
+    "Pending members of groups that had begun, group by group, the oldest first; where versions mix, parked ones too"
     parts: dict[int, list[int]] = {}
-    for t in sorted(self.ledger.waiting['train']): parts.setdefault(self.ledger.rows[t].group, []).append(t)
+    for t in sorted(self.ledger.waiting['train']):
+        row = self.ledger.rows[t]
+        if self.schedule.mixes or not row.length: parts.setdefault(row.group, []).append(t)
     return [parts[g] for g in sorted(parts)]
 
 @patch
 def _start(self: Dispatch, r: Rollout, version: int, ids: list[int], kind: str) -> StartWave:
     "Place these on a rollout, each under a new lease"
-    r.wave, r.version, r.kind, r.running = self.ledger.take('waves'), version, kind, dict.fromkeys(ids)
-    seats = [(row, self.ledger.place(row.id, r.id, version)) for row in map(self.ledger.rows.get, ids)]
-    return StartWave(r.id, r.wave, version, [Placement(x.id, lease, x.group, x.prompt, x.sample_index, kind) for x, lease in seats])
+    r.wave, r.version, r.kind, r.running, r.kv_seen, r.heard = self.ledger.take('waves'), version, kind, dict.fromkeys(ids), None, False
+    return StartWave(r.id, r.wave, version, self._placed(r, ids))
+
+@patch
+def _placed(self: Dispatch, r: Rollout, ids: list[int]) -> list[Placement]:
+    rows = [self.ledger.rows[t] for t in ids]
+    return [seat(row, self.ledger.place(row.id, r.id, r.version)) for row in rows]
+
+# %% ../../nbs/scheduling/08_dispatch.ipynb #9d0bbcd2
+@patch
+def parked(self: Dispatch) -> list[TrajectoryRow]:
+    "Pending trajectories that have tokens"
+    return [row for kind in KINDS for t in self.ledger.waiting[kind] if (row := self.ledger.rows[t]).length]
+
+@patch
+def _rejoin(self: Dispatch) -> list[Command]:
+    "Those whose version runs somewhere join there; those whose version nobody can get begin again"
+    if self.schedule.mixes: return []
+    joined, void = defaultdict(list), []
+    for row in self.parked():
+        fits = [r for r in self.fleet.rollouts.values() if (r.version, r.kind) == (row.version, row.kind) and r.running and not r.draining
+                and r.seats + len(joined[r.id]) < r.batch and r.load + row.length < r.kv_max * (r.kv_tokens or 1 << 60)]
+        if fits: joined[min(fits, key=lambda r: (r.seats + len(joined[r.id])) / r.batch).id].append(row.id)
+        elif row.kind == 'train' and self.fleet.lost(row.version): void.append(row.id)
+    for t in void: self.ledger.void(t)
+    return ([Forget(void)] if void else []) + [self._continue(self.fleet.rollouts[i], ids) for i, ids in joined.items() if ids]
+
+@patch
+def _reachable(self: Dispatch, r: Rollout) -> tuple[int, list[int]] | None: # version, trajectories
+    "The oldest parked answers that this rollout can go on with"
+    if self.schedule.mixes: return None
+    rows = [row for row in self.parked() if row.kind == 'train' and self.fleet.reaches(r, row.version)]
+    if not rows: return None
+    version = min(row.version for row in rows)
+    return version, [row.id for row in rows if row.version == version][:r.batch]
+
+@patch
+def _continue(self: Dispatch, r: Rollout, ids: list[int]) -> Continue:
+    "More for a wave that is running"
+    r.running.update(dict.fromkeys(ids))
+    return Continue(r.id, r.wave, r.version, self._placed(r, ids))
+
+# %% ../../nbs/scheduling/08_dispatch.ipynb #593f5c85
+@patch
+def _refill(self: Dispatch) -> list[Command]:
+    "New groups, and what is pending, for rollouts that have room at the version that they would take now"
+    size, more, fresh, s = self.config.algorithm.group_size, defaultdict(list), self._fresh(), self.situation()
+    if not fresh and not self.permits(): return []
+    able = [r for r in self.fleet.rollouts.values() if r.running and r.kind == 'train' and not r.draining and r.newer is None
+            and r.version == self._version(r, s)]
+    taken = lambda r: r.seats + len(more[r.id])
+    step = self.config.prompts_per_step * size
+    limit = lambda r: self.schedule.wave(r.batch, r.capacity, len(self.fleet.rollouts), step)
+    while able:
+        r = min(able, key=lambda r: taken(r) / limit(r))
+        if not fresh and not self.permits(r.version): break
+        n = len(fresh[0]) if fresh else size
+        if taken(r) + n > limit(r): break
+        more[r.id] += fresh.pop(0) if fresh else self._admit()
+    return [self._continue(self.fleet.rollouts[i], ids) for i, ids in more.items() if ids]

@@ -17,25 +17,41 @@ class Rollout:
     "One inference replica, as the manager sees it"
     id: int
     host: int
-    capacity: int # trajectories that it runs at once (B)
+    capacity: int # trajectories that its engine decodes at once
     kv_tokens: int = 0 # size of its KV cache
+    batch: int = 0 # B: trajectories at the knee of its decode roofline; 0 = its capacity
+    kv_max: float = 1. # C_max, as a fraction of the KV cache
     held: int | None = None # version that it holds, verified
     wave: int = 0 # number of its present or last wave
     version: int | None = None # of that wave
     kind: str = 'train' # of that wave
     running: dict[int, None] = field(default_factory=dict) # trajectories of the wave that have not ended, in order
+    expected: dict[int, None] = field(default_factory=dict) # on their way from other rollouts: their places are kept
+    draining: bool = False # it gets no new work
+    newer: int | None = None # version that it was told to take in the middle of its wave
     free_since: int = 0 # its place in the queue for work
     retry_at: float = -math.inf # s; before, it gets no wave, because a pull has failed
     failures: int = 0 # failed pulls in a row
     kv_used: float = 0. # fraction of the KV cache, as it last said
     engine_running: int = 0
     engine_waiting: int = 0
+    load: int = 0 # tokens of all that it runs, as if nothing were shared
+    tokens_per_s: float = 0.
+    kv_seen: float | None = None # at the last periodic look in this wave
+    heard: bool = False # whether it has reported since that look
+
+    def __post_init__(self): self.batch = min(self.batch or self.capacity, self.capacity)
+
+    @property
+    def seats(self) -> int: return len(self.running) + len(self.expected)
 
 # %% ../../nbs/scheduling/06_fleet.ipynb #5278c2bb
 class Fleet:
     "All rollouts that are alive, and the versions on their hosts"
 
-    def __init__(self):
+    def __init__(self, keep: int = 1 # versions that a relay keeps, beside those that are pinned
+                ):
+        self.keep = keep
         self.rollouts: dict[int, Rollout] = {}
         self.ready: dict[int, list[int]] = {} # versions by host, ascending
         self.now, self._queue = math.inf, 0 # s; before the first `Tick` nobody is put off
@@ -46,7 +62,7 @@ class Fleet:
 
     def rest(self, r: Rollout) -> list[int]: # what it was still to finish
         "It is free, and goes to the end of the queue"
-        ids, r.running = list(r.running), {}
+        ids, r.running, r.kv_seen, r.heard = list(r.running), {}, None, False
         self._queue += 1
         r.free_since = self._queue
         return ids
@@ -55,11 +71,16 @@ class Fleet:
         "A trajectory of its wave has ended or is gone; with the last one the wave is over"
         if trajectory in r.running:
             del r.running[trajectory]
-            if not r.running: self.rest(r)
+            if not r.seats: self.rest(r)
+
+    def turn_away(self, r: Rollout, trajectory: int):
+        "One that was expected does not come"
+        r.expected.pop(trajectory, None)
+        if not r.seats: self.rest(r)
 
     def free(self) -> list[Rollout]:
         "The rollouts that can begin a wave, the one that has waited longest first"
-        return sorted((r for r in self.rollouts.values() if not r.running and r.retry_at <= self.now), key=lambda r: r.free_since)
+        return sorted((r for r in self.rollouts.values() if not r.seats and not r.draining and r.retry_at <= self.now), key=lambda r: r.free_since)
 
     def put_off(self, r: Rollout):
         "A pull has failed: try again after 1, 2, 4 … 60 s"
@@ -71,8 +92,8 @@ def arrived(self: Fleet, host: int, version: int,
             pinned: list[int] # versions that relays keep because an evaluation needs them
            ):
     "A host's relay holds a version"
-    have = {*self.ready.get(host, ()), version}
-    self.ready[host] = sorted(v for v in have if v in pinned or v == max(have))
+    have = sorted({*self.ready.get(host, ()), version})
+    self.ready[host] = [v for v in have if v in pinned or v in have[-self.keep:]]
     for r in self.rollouts.values():
         if r.host == host: r.retry_at, r.failures = -math.inf, 0
 

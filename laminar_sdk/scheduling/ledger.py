@@ -48,9 +48,20 @@ def admit(self: Ledger,
 # %% ../../nbs/scheduling/03_ledger.ipynb #d18283cf
 @patch
 def place(self: Ledger, trajectory: int, rollout: int, version: int) -> int: # the lease of this placement
-    "A rollout generates it from now on; whoever had it before is no longer believed"
+    "A rollout generates it from now on, after the tokens that it has; whoever had it before is no longer believed"
     row = self.rows[trajectory]
-    self.move(row, 'running', lease=row.lease + 1, rollout=rollout, version=version, finish=None, length=0)
+    went_on = row.length > 0 and row.rollout != rollout
+    self.move(row, 'running', lease=row.lease + 1, rollout=rollout, version=min(version, row.version) if row.length else version,
+              finish=None, moves=row.moves + went_on)
+    return row.lease
+
+@patch
+def hand_over(self: Ledger, trajectory: int, rollout: int) -> int: # the lease
+    "It moves from one rollout to another while it runs: its tokens go with it"
+    row = self.rows[trajectory]
+    self.demand(row.state == 'running' and row.finish is None, f'trajectory {trajectory} is {row.state}, finish {row.finish!r}: it cannot move')
+    row.lease, row.rollout, row.moves = row.lease + 1, rollout, row.moves + 1
+    self.touch(row)
     return row.lease
 
 @patch
@@ -70,6 +81,21 @@ def finish(self: Ledger, trajectory: int, reason: str, length: int):
     row = self.rows[trajectory]
     self.demand(row.state == 'running' and row.finish is None, f'trajectory {trajectory} is {row.state}, finish {row.finish!r}: it cannot end')
     row.finish, row.length = reason, length
+    self.touch(row)
+
+@patch
+def park(self: Ledger, trajectory: int, died: bool = False):
+    "Nobody generates it now, but its tokens are safe: it goes on elsewhere"
+    row = self.rows[trajectory]
+    self.demand(row.finish is None, f'trajectory {trajectory} has ended ({row.finish!r}): it cannot be parked')
+    self.move(row, 'pending', losses=row.losses + died, version=row.version if row.length else -1)
+
+@patch
+def void(self: Ledger, trajectory: int):
+    "The tokens of one that is parked can be of no use any more"
+    row = self.rows[trajectory]
+    self.demand(row.state == 'pending', f'trajectory {trajectory} is {row.state}: it is not parked')
+    row.length, row.version = 0, -1
     self.touch(row)
 
 @patch

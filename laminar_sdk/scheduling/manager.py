@@ -14,11 +14,12 @@ from ..core import events as ev
 from ..core.config import RunConfig
 from ..core.errors import RunError
 from .batches import Batches
-from .commands import Abort, Command, EndRun
+from .commands import Abort, Command, EndRun, Raise, Retire, Suspend, Switch
 from .dispatch import Dispatch
 from .evaluation import Evaluations
 from .fleet import Fleet, Rollout
 from .ledger import Ledger
+from .moves import Moves
 from .outcomes import Outcomes
 
 # %% ../../nbs/scheduling/11_manager.ipynb #f387fa01
@@ -36,13 +37,15 @@ class RolloutManager:
     def __init__(self, config: RunConfig,
                  n_prompts: int, # to train on
                  n_eval: int = 0, # held out
-                 ledger: Ledger | None = None # of a run that goes on
+                 ledger: Ledger | None = None, # of a run that goes on
+                 keep_versions: int = 1 # versions that a relay keeps
                 ):
-        self.config, self.fleet, self.ledger = config, Fleet(), ledger or Ledger()
+        self.config, self.fleet, self.ledger = config, Fleet(keep_versions), ledger or Ledger()
         self.ledger.keep = config.keep_checkpoints
         self.evals = Evaluations(self.ledger, self.fleet, n_eval, config.eval.every, config.steps)
         self.dispatch = Dispatch(config, self.ledger, self.fleet, self.evals, n_prompts)
-        self.outcomes = Outcomes(self.ledger, self.fleet, self.evals, patience=3 * config.prompts_per_step)
+        self.moves = Moves(config, self.ledger, self.fleet)
+        self.outcomes = Outcomes(self.ledger, self.fleet, self.evals, self.moves, patience=3 * config.prompts_per_step)
         self.batches = Batches(config, self.ledger, self.evals)
         self.ended = '' # done | stopped | failed
 
@@ -50,14 +53,14 @@ class RolloutManager:
     def paused(self) -> bool: return self.ledger.meta.get('paused', False)
 
 # %% ../../nbs/scheduling/11_manager.ipynb #6c3ab45b
-OBSERVATIONS = (ev.StepDone, ev.EvalDone, ev.Notice, ev.RunEnded) # events that are meant for people
+OBSERVATIONS = (ev.StepDone, ev.EvalDone, ev.Notice, ev.RunEnded, ev.Repacked, ev.RepackDone) # events that are meant for people
 
 @patch
 def on(self: RolloutManager, event: ev.Event) -> list[Command]:
     "Take an event in; what is to be done now?"
     if self.ended or isinstance(event, OBSERVATIONS): return []
     out = getattr(self, f'on_{camel2snake(type(event).__name__)}')(event)
-    for decide in (self._evaluations, self._batch, self._waves, self._end): out += decide() # a batch that is given makes room for waves
+    for decide in (self.moves.flush, self._evaluations, self._batch, self._waves, self._retire, self._end): out += decide()
     return out
 
 @patch
@@ -65,7 +68,17 @@ def _evaluations(self: RolloutManager) -> list[Command]: return [] if self._stil
 @patch
 def _waves(self: RolloutManager) -> list[Command]: return [] if self._still else list(self.dispatch.waves())
 @patch
-def _batch(self: RolloutManager) -> list[Command]: return [] if self._still else self.batches.give()
+def _batch(self: RolloutManager) -> list[Command]:
+    "The actor's batch; where it shares a machine with the rollouts, they make room"
+    out = [] if self._still else self.batches.give()
+    return out + ([Suspend(i) for i in self.fleet.rollouts] if out and self.config.colocated else [])
+
+@patch
+def _retire(self: RolloutManager) -> list[Command]:
+    "Drained rollouts that have nothing left may go"
+    gone = [r.id for r in self.fleet.rollouts.values() if r.draining and not r.seats]
+    for i in gone: del self.fleet.rollouts[i]
+    return [Retire(i) for i in gone]
 
 RolloutManager._still = property(lambda self: bool(self.paused or self.ended or self.outcomes.hopeless)) # nothing new is begun
 
@@ -73,7 +86,9 @@ RolloutManager._still = property(lambda self: bool(self.paused or self.ended or 
 @patch
 def on_rollout_joined(self: RolloutManager, e: ev.RolloutJoined) -> list[Command]:
     out = self._lose_rollout(e.rollout)
-    self.fleet.join(Rollout(e.rollout, e.host, e.capacity, e.kv_tokens))
+    r = Rollout(e.rollout, e.host, e.capacity, e.kv_tokens, e.batch, e.kv_max)
+    r.draining = 'rollouts' in self.ledger.meta and e.rollout not in self.wanted
+    self.fleet.join(r)
     return out
 
 @patch
@@ -82,22 +97,73 @@ def on_rollout_lost(self: RolloutManager, e: ev.RolloutLost) -> list[Command]: r
 @patch
 def _lose_rollout(self: RolloutManager, rollout: int) -> list[Command]:
     r = self.fleet.rollouts.pop(rollout, None)
-    return self.outcomes.lose(list(r.running), died=True) if r else []
+    return self.outcomes.park(list(r.running), died=True) if r else []
 
 @patch
 def on_wave_started(self: RolloutManager, e: ev.WaveStarted) -> list[Command]:
-    if (r := self.fleet.rollouts.get(e.rollout)) and r.wave == e.wave: r.held, r.failures = e.version, 0
-    return []
+    if (r := self.fleet.rollouts.get(e.rollout)) is None or r.wave != e.wave: return []
+    r.held, r.failures = e.version, 0
+    return self._newer(r)
+
+@patch
+def on_switched(self: RolloutManager, e: ev.Switched) -> list[Command]:
+    if (r := self.fleet.rollouts.get(e.rollout)) is None or r.wave != e.wave: return []
+    r.held = r.version = e.version
+    r.newer, r.failures = None, 0
+    return self._newer(r)
 
 @patch
 def on_pull_failed(self: RolloutManager, e: ev.PullFailed) -> list[Command]:
     "Its wave goes to others; it tries again later. Only the newest version is believed to be still there"
     r = self.fleet.rollouts.get(e.rollout)
     if r is None or r.wave != e.wave or not r.running: return []
-    ids, r.held = self.fleet.rest(r), None
+    ids, r.held = list(r.running), None
+    for t in list(r.expected): self.fleet.turn_away(r, t)
+    out = self.outcomes.park(ids)
+    self.fleet.rest(r)
     self.fleet.put_off(r)
     if e.version != max(self.fleet.ready.get(r.host, ()), default=None): self.fleet.gone(r.host, e.version)
-    return self.outcomes.lose(ids)
+    return out
+
+# %% ../../nbs/scheduling/11_manager.ipynb #f574a33a
+RolloutManager.wanted = property(lambda self: self.ledger.meta.get('rollouts', list(range(self.config.replicas))))
+
+@patch
+def on_scale_asked(self: RolloutManager, e: ev.ScaleAsked) -> list[Command]:
+    "Raise new ones under the lowest free ids, or drain those that joined last"
+    ids = self.wanted
+    new = [i for i in range(len(ids) + e.rollouts) if i not in ids and i not in self.fleet.rollouts][:max(0, e.rollouts - len(ids))]
+    self.ledger.set('rollouts', sorted([*ids[:e.rollouts], *new]))
+    return [Raise(i) for i in new] + self._drain(ids[e.rollouts:])
+
+@patch
+def on_drain_asked(self: RolloutManager, e: ev.DrainAsked) -> list[Command]:
+    self.ledger.set('rollouts', [i for i in self.wanted if i != e.rollout])
+    return self._drain([e.rollout])
+
+@patch
+def _drain(self: RolloutManager, ids: list[int]) -> list[Command]:
+    out: list[Command] = []
+    for r in [r for i in ids if (r := self.fleet.rollouts.get(i))]:
+        r.draining = True
+        if any(o.running and (o.version, o.kind) == (r.version, r.kind) and not o.draining for o in self.fleet.rollouts.values()):
+            out.append(Abort(r.id, list(r.running))) # what it says last is parked, and joins the others
+    return out
+
+@patch
+def on_repack_set(self: RolloutManager, e: ev.RepackSet) -> list[Command]:
+    self.moves.on, self.moves.every = e.on, e.every
+    self.ledger.set('repack', [e.on, e.every])
+    return []
+
+# %% ../../nbs/scheduling/11_manager.ipynb #cc005bad
+@patch
+def _newer(self: RolloutManager, r: Rollout) -> list[Command]:
+    "What a rollout in the middle of a wave does about a version that its host has now"
+    how, newest = self.dispatch.schedule.newer, max(self.fleet.ready.get(r.host, ()), default=-1)
+    if how == 'finish' or not r.running or r.kind != 'train' or r.newer is not None or r.held != r.version or newest <= r.version: return []
+    r.newer = newest
+    return [Switch(r.id, r.wave, newest) if how == 'switch' else Abort(r.id, list(r.running))]
 
 # %% ../../nbs/scheduling/11_manager.ipynb #16821318
 @patch
@@ -107,11 +173,13 @@ def accepts(self: RolloutManager, rollout: int, trajectory: int, lease: int) -> 
 
 @patch
 def on_progress(self: RolloutManager, e: ev.Progress) -> list[Command]:
-    if r := self.fleet.rollouts.get(e.rollout): r.kv_used, r.engine_running, r.engine_waiting = e.kv_used, e.running, e.waiting
+    if r := self.fleet.rollouts.get(e.rollout):
+        r.kv_used, r.engine_running, r.engine_waiting, r.load, r.tokens_per_s, r.heard = e.kv_used, e.running, e.waiting, e.load, e.tokens_per_s, True
     out = []
-    if any(e.finish):
-        for t, lease, n, finish in zip(e.trajectory, e.lease, e.tokens, e.finish):
-            if finish and self.outcomes.runs(t, lease): out += self.outcomes.end(t, n, finish)
+    for t, lease, n, finish in zip(e.trajectory, e.lease, e.tokens, e.finish):
+        if not self.outcomes.runs(t, lease): continue
+        if finish: out += self.outcomes.end(t, n, finish)
+        else: self.ledger.rows[t].length = n
     return out
 
 @patch
@@ -131,7 +199,12 @@ def issue_version(self: RolloutManager, step: int, incarnation: int) -> int:
 def on_version_ready(self: RolloutManager, e: ev.VersionReady) -> list[Command]:
     self.ledger.publish(e.version, e.step, e.incarnation, e.checksum)
     self.fleet.arrived(e.host, e.version, self.evals.pinned)
-    return []
+    out = [c for r in self.fleet.rollouts.values() if r.host == e.host for c in self._newer(r)]
+    if e.version > self.shown and not self._still and self.dispatch.schedule.repacks: out += self.moves.look('publish')
+    self.shown = max(self.shown, e.version)
+    return out
+
+RolloutManager.shown = -1 # newest version that has arrived somewhere
 
 @patch
 def on_relay_lost(self: RolloutManager, e: ev.RelayLost) -> list[Command]:
@@ -175,11 +248,12 @@ def on_data_lost(self: RolloutManager, e: ev.DataLost) -> list[Command]:
 def on_restarted(self: RolloutManager, e: ev.Restarted) -> list[Command]:
     for known in (self.fleet.rollouts, self.fleet.ready): known.clear()
     self.batches.asked = None
-    return self.outcomes.lose_unscored() + self.evals.again()
+    return self.outcomes.lose_unscored(e.held) + self.evals.again()
 
 # %% ../../nbs/scheduling/11_manager.ipynb #92b4bf1c
 @patch
-def on_paused(self: RolloutManager, e: ev.Paused) -> list[Command]: return self._set_paused(True)
+def on_paused(self: RolloutManager, e: ev.Paused) -> list[Command]:
+    return self._set_paused(True) + ([Abort(r.id, list(r.running)) for r in self.fleet.rollouts.values() if r.running] if e.now else [])
 @patch
 def on_resumed(self: RolloutManager, e: ev.Resumed) -> list[Command]: return self._set_paused(False)
 @patch
@@ -195,7 +269,8 @@ def on_eval_asked(self: RolloutManager, e: ev.EvalAsked) -> list[Command]:
 @patch
 def on_tick(self: RolloutManager, e: ev.Tick) -> list[Command]:
     self.fleet.now = e.t
-    return []
+    out = self.outcomes.park(self.moves.overdue())
+    return out + (self.moves.tick() if self.dispatch.schedule.repacks and not self._still else [])
 
 @patch
 def on_stop_asked(self: RolloutManager, e: ev.StopAsked) -> list[Command]: return self._set_paused(False) + self._finish('stopped', e.reason)
@@ -254,8 +329,14 @@ def _check_waves(self: RolloutManager):
             row = self.ledger.rows.get(t)
             if t in seat: yield f'trajectory {t} runs on the rollouts {seat[t]} and {r.id}'
             seat[t] = r.id
-            if row is None or (row.state, row.finish, row.rollout, row.version, row.kind) != ('running', None, r.id, r.version, r.kind):
+            mixed = row is not None and self.dispatch.schedule.mixes and row.version <= r.version
+            if row is None or (row.state, row.finish, row.rollout, row.kind) != ('running', None, r.id, r.kind) or not mixed and row.version != r.version:
                 yield f'rollout {r.id} runs {row} in a wave of {r.kind} at version {r.version}'
+        for t in r.expected:
+            if t not in self.moves.under_way or self.moves.under_way[t].dest != r.id: yield f'rollout {r.id} expects {t}, which is not on its way'
+        if r.seats > r.capacity and not self.dispatch.schedule.mixes: yield f'rollout {r.id} has {r.seats} trajectories, its engine runs {r.capacity}'
+    for t, m in self.moves.under_way.items():
+        if t not in seat: yield f'trajectory {t} is on its way to rollout {m.dest}, but runs nowhere'
     for t, row in self.ledger.rows.items():
         if row.state == 'running' and row.finish is None and t not in seat: yield f'trajectory {t} runs nowhere'
 

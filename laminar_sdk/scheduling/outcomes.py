@@ -15,6 +15,7 @@ from .commands import Command, Forget, ScoreGroup
 from .evaluation import Evaluations
 from .fleet import Fleet
 from .ledger import Ledger
+from .moves import Moves
 
 # %% ../../nbs/scheduling/09_outcomes.ipynb #8cf9c9fd
 MAX_LOSSES = 20 # dead rollouts in a trajectory's company, after which it is given up
@@ -22,13 +23,18 @@ MAX_LOSSES = 20 # dead rollouts in a trajectory's company, after which it is giv
 class Outcomes:
     "What becomes of trajectories and groups once they run"
 
-    def __init__(self, ledger: Ledger, fleet: Fleet, evals: Evaluations,
+    def __init__(self, ledger: Ledger, fleet: Fleet, evals: Evaluations, moves: Moves,
                  patience: int # groups that may fail in a row
                 ):
-        self.ledger, self.fleet, self.evals, self.patience = ledger, fleet, evals, patience
+        self.ledger, self.fleet, self.evals, self.moves, self.patience = ledger, fleet, evals, moves, patience
         self.failures = 0 # groups in a row
         self.hopeless = '' # why nothing will ever succeed
         self.stale_answers = 0
+
+    def unasked(self, trajectory: int) -> bool:
+        "Whether its rollout has no reason to abort it"
+        r = self.fleet.rollouts.get(self.ledger.rows[trajectory].rollout)
+        return r is not None and not r.draining and r.newer is None and not self.ledger.meta.get('paused', False)
 
     def runs(self, trajectory: int, lease: int) -> bool:
         "Whether it is being generated under this lease"
@@ -36,10 +42,29 @@ class Outcomes:
         return row is not None and row.state == 'running' and row.lease == lease and row.finish is None
 
     def _vacate(self, trajectory: int):
-        "It is no longer generated where it was"
+        "It is no longer generated where it was, nor on its way"
+        self.moves.ended(trajectory)
         if r := self.fleet.rollouts.get(self.ledger.rows[trajectory].rollout): self.fleet.drop(r, trajectory)
 
 # %% ../../nbs/scheduling/09_outcomes.ipynb #7baaa940
+@patch
+def park(self: Outcomes, ids: list[int],
+         died: bool = False # did their rollout die?
+        ) -> list[Command]:
+    "These go on elsewhere; one that was on its way from a rollout that is gone now arrives with what the pool has"
+    out: list[Command] = []
+    for t in ids:
+        if t in self.moves.under_way and self.moves.arrive(t): continue
+        self._vacate(t)
+        self.ledger.park(t, died)
+        out += self._suspect(t)
+    return out
+
+@patch
+def _suspect(self: Outcomes, trajectory: int) -> list[Command]:
+    "Whoever has outlived so many rollouts may be what kills them"
+    return self.fail(trajectory, f'lost with its rollout {MAX_LOSSES} times') if self.ledger.rows[trajectory].losses >= MAX_LOSSES else []
+
 @patch
 def lose(self: Outcomes, ids: list[int],
          died: bool = False # did their rollout die?
@@ -49,21 +74,32 @@ def lose(self: Outcomes, ids: list[int],
     for t in ids:
         self._vacate(t)
         self.ledger.lose(t, died)
-        if self.ledger.rows[t].losses >= MAX_LOSSES: out += self.fail(t, f'lost with its rollout {MAX_LOSSES} times')
+        out += self._suspect(t)
     return out
 
 @patch
-def lose_unscored(self: Outcomes) -> list[Command]:
-    "All that runs, and all that has ended without a reward, begins again"
+def lose_unscored(self: Outcomes,
+                  held: dict[int, tuple[int, int]] = {} # what the pool still has: lease and tokens by trajectory
+                 ) -> list[Command]:
+    "What runs goes on after the tokens that are held, or begins again; what has ended without a reward begins again"
     for g in self.ledger.groups.values():
         if g.state == 'closed': self.ledger.reopen(g.id)
-    return self.lose([t for t, row in self.ledger.rows.items() if row.state == 'running'])
+    void, kept = [], []
+    for t, row in self.ledger.rows.items():
+        lease, n = held.get(t, (0, 0))
+        if row.state == 'pending' and row.length and (lease != row.lease or n < row.length): self.ledger.void(t)
+        if row.state != 'running': continue
+        if keep := row.finish is None and n and lease == row.lease: row.length = n
+        (kept if keep else void).append(t)
+    return self.park(kept) + self.lose(void)
 
 # %% ../../nbs/scheduling/09_outcomes.ipynb #f8154030
 @patch
 def end(self: Outcomes, trajectory: int, length: int, finish: str) -> list[Command]:
     "Its last token has come"
-    if finish == 'abort': return self.lose([trajectory], died=True)
+    if finish == 'abort':
+        self.ledger.rows[trajectory].length = length
+        return self.park([trajectory], died=trajectory not in self.moves.under_way and self.unasked(trajectory))
     self._vacate(trajectory)
     self.ledger.finish(trajectory, finish, length)
     return self._close(self.ledger.rows[trajectory].group)
