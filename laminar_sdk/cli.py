@@ -78,14 +78,19 @@ def demo(model: Optional[str] = typer.Option(None, help='smollm2, or a folder wi
          steps: Optional[int] = typer.Option(None, min=1, help=f"Steps of the actor. {of_each('steps')}"),
          lr: Optional[float] = typer.Option(None, min=0., help=f"Learning rate. {of_each('lr')}"),
          seed: int = typer.Option(0, help='Of the order of prompts and of sampling.'),
+         schedule: str = typer.Option('laminar', help='laminar, sync, one_step, stream, partial or inflight.'),
+         repack: float = typer.Option(.25, min=0., help='Seconds between looks for tails to pack; 0: never.'),
          runs: str = typer.Option('runs', help='Folder for run directories.'), as_json: bool = JSON):
     "A first asynchronous RL run: two vLLM rollouts, a relay on each of two logical hosts, one actor."
     from laminar_sdk import demo as d
     if model == 'smollm2': print('SmolLM2 and its problems are made ready, a few seconds', flush=True)
-    try: f = d.run_demo(d.choose(model, data), steps=steps, prompts=prompts, group=group, lr=lr, seed=seed, home=runs)
+    try: f = d.run_demo(d.choose(model, data), steps=steps, prompts=prompts, group=group, lr=lr, seed=seed, home=runs,
+                          schedule=schedule, repack=repack)
     except KeyboardInterrupt: raise typer.Exit(130) from None # it has said what was stopped
     out(f, as_json, f"Held-out accuracy {f['accuracy_before']:.3f} → {f['accuracy_after']:.3f} in {f['steps']} steps and {f['seconds']:.0f} s; "
         f"staleness {f['staleness_mean']:.1f} on average, {f['staleness_max']:.0f} at most.",
+        f"Repack: {f['repack']['plans']} plans moved {f['repack']['moved']} trajectories; of {f['repack']['looks_with_idle']} looks that saw an idle rollout, "
+        f"{f['repack']['looks_with_two_of_a_version']} saw two of one version.",
         f"The run's directory is {f['run_dir']}; open it: laminar report {f['run_dir']}")
 
 # %% ../nbs/08_cli.ipynb #9a13fa81

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .core.config import GRPO, Eval, Sampling
+from .core.config import GRPO, Eval, Repack, Sampling
 from .core.errors import ConfigError
 
 # %% ../nbs/07_demo.ipynb #377fe029
@@ -78,7 +78,7 @@ def run_demo(task: Task,
              *,
              steps: int | None = None, prompts: int | None = None, group: int | None = None, lr: float | None = None, seed: int = 0,
              name: str | None = None, # of the run; default `demo-<time>`
-             hosts: int = 2, replicas: int = 2,
+             hosts: int = 2, replicas: int = 2, schedule: str = 'laminar', repack: float = .25, # s between looks; 0 = off
              home: str | None = None, # folder for run directories
              show: bool = True
             ) -> dict: # what `--json` prints
@@ -91,7 +91,7 @@ def run_demo(task: Task,
         if show: print(f'{name}: {task.steps} steps of {task.prompts} prompts × {task.group} answers, in {folder}\n'
                        f'Starting Ray and {replicas} engines ({task.engine}), about 20 s; then a row a step. Ctrl-C ends everything.', flush=True)
         with own_cluster(name, hosts) as cluster, Watch(cluster) as watch:
-            run = start(cluster, task, algorithm, replicas, name, seed, folder)
+            run = start(cluster, task, algorithm, replicas, name, seed, folder, schedule, repack)
             with stopped_by_ctrl_c(run): figures = summary(run, run._verdict(run._show(show), True))
             figures |= {'seconds': time.monotonic() - began, 'peak_memory_bytes': watch.peak}
             run.stop()
@@ -118,17 +118,18 @@ def stopped_by_ctrl_c(run: Any):
         run.stop()
         raise
 
-def start(cluster: Any, task: Task, algorithm: GRPO, replicas: int, name: str, seed: int, folder: Path): # a `Run`
+def start(cluster: Any, task: Task, algorithm: GRPO, replicas: int, name: str, seed: int, folder: Path, schedule: str, repack: float): # a `Run`
     "The four objects, and `fit`"
     from laminar_sdk.relay_tier import RelayTier
     from laminar_sdk.rollout_pool import RolloutPool
     from laminar_sdk.trainer import Trainer
     relays = RelayTier(cluster, keep=4)
     pool = RolloutPool(cluster, task.model, relays, replicas=replicas, max_model_len=task.max_model_len, max_running=task.max_running,
-                       kv_cache_bytes=task.kv_cache_bytes, engine=task.engine)
+                       kv_cache_bytes=task.kv_cache_bytes, engine=task.engine, repack=Repack(on=repack > 0, every=repack or 5., batch=task.max_running)) # the knee of a machine that others use is another each time
     trainer = Trainer(cluster, task.model, relays, algorithm)
     return trainer.fit(pool, task.train, task.reward, name=name, steps=task.steps, prompts_per_step=task.prompts, sampling=task.sampling,
-                       eval=Eval(prompts=task.held_out, every=task.eval_every, sampling=task.sampling), seed=seed, run_dir=str(folder))
+                       eval=Eval(prompts=task.held_out, every=task.eval_every, sampling=task.sampling), seed=seed, run_dir=str(folder),
+                       schedule=schedule)
 
 # %% ../nbs/07_demo.ipynb #987a90c5
 def summary(run, status: dict) -> dict:
@@ -138,7 +139,12 @@ def summary(run, status: dict) -> dict:
     rows = list({r.event.step: r.event.metrics for r in records if isinstance(r.event, ev.StepDone)}.values())
     evals = [r.event for r in records if isinstance(r.event, ev.EvalDone)]
     column = lambda k: np.array([r[k] for r in rows if r.get(k) is not None] or [np.nan], float)
-    return dict(accuracy_before=evals[0].accuracy if evals else None, accuracy_after=evals[-1].accuracy if evals else None, steps=len(rows),
+    began = {r.event.plan: r.t for r in records if isinstance(r.event, ev.Repacked)}
+    done = [r for r in records if isinstance(r.event, ev.RepackDone)]
+    repack = {k: status['manager']['repack'][k] for k in ('plans', 'looks_with_idle', 'looks_with_two_of_a_version')}
+    repack |= dict(moved=sum(r.event.moved for r in done), tokens=sum(r.event.tokens for r in done),
+                   seconds=float(np.median([r.t - began[r.event.plan] for r in done if r.event.plan in began] or [0.])))
+    return dict(schedule=status['manager']['schedule'], repack=repack, accuracy_before=evals[0].accuracy if evals else None, accuracy_after=evals[-1].accuracy if evals else None, steps=len(rows),
                 staleness_mean=column('staleness_mean').mean(), staleness_max=column('staleness_max').max(),
                 gen_tokens_per_s=np.median(column('gen_tokens_per_s')), train_tokens_per_s=np.median(column('tokens_per_s')),
                 publish_stall_s=np.median(column('publish_stall_s')), memcpy_s=np.median(column('memcpy_s')),

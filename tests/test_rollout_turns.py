@@ -8,7 +8,7 @@ import laminar_sdk
 from laminar_sdk.core.errors import IntegrityError, RunError
 from laminar_sdk.rollout.emulated import EmulatedEngine
 from laminar_sdk.rollout.engine import Chunk, RequestRefused
-from laminar_sdk.rollout.environment import Environment, EnvironmentSpec, Observation, Step, Turns, describe, rebuild, unpack
+from laminar_sdk.rollout.environment import Environment, EnvironmentSpec, Observation, Step, Turns, describe, masked, rebuild, reward_of, turn_spans, unpack
 from laminar_sdk.rollout.environment_pool import EnvironmentPool, Reply, pack_environment
 from laminar_sdk.rollout.stops import Codec, Reader
 from laminar_sdk.rollout.tool_env import ToolEnvironment, calculate
@@ -53,6 +53,8 @@ def test_any_order_of_events(data):
         if not t.failed and not (t.finish and t.calls and t.calls[-1].first == t.calls[-1].last == len(t) and t.spans): # what ended with a word of the environment is not built again
             assert same(rebuild(prompt, budget, spec, t.ids, t.logprobs, t.calls, ended), t)
     assert len(t) <= budget and t.input_ids.tolist() == prompt + [e[0] for e in expected] and [c.reward for c in t.calls] == rewards
+    assert masked(len(t), t.calls).tolist() == t.loss_mask.tolist() and turn_spans(len(t), t.calls) == [s for s in t.spans if s[0] < s[1]]
+    assert reward_of(t.calls) == (sum(r for r in rewards if r is not None) if set(rewards) - {None} else None)
     assert sum(t.loss_mask) == sum(b - a for a, b in t.spans) and (t.finish == 'length') <= (t.room < 9)
 
 
@@ -208,6 +210,29 @@ def test_what_a_tool_says_cannot_end_a_turn():
     in_a_loop(Sly(), story)
 
 
+@pytest.mark.parametrize('said, finish', [('9' * 5_000_000, 'length'), ('\ud800\0€', 'stop'), ('', 'stop')])
+def test_whatever_an_environment_says(said, finish):
+    class Says(Steps):
+        def step(self, text, ids): return said
+    async def story(pool, engine):
+        t = Turns(codec.encode('3+8='), 40, describe(Says()))
+        assert await a_loop(engine, t, pool, [], env=Says()).run() == finish and not t.failed
+        t.check()
+    in_a_loop(Says(), story)
+
+
+def test_without_an_environment_nothing_is_read():
+    "A plain trajectory needs no tokenizer, and costs no step per token in Python"
+    async def story(pool, engine):
+        t = Turns(codec.encode('3+8='), 40)
+        loop = TurnLoop('7.1', engine, t, Reader(None, (), [EOS]), lambda *e: None, sampling={}, seed=5)
+        assert await loop.run() == 'stop' and codec.text(t.ids) == '3+8=11#11<eos>' and t.loss_mask.all() and not t.calls
+        t = Turns(codec.encode('3+8='), 40)
+        loop = TurnLoop('8.1', engine, t, Reader(codec, ['='], [EOS]), lambda *e: None, sampling={}, seed=5) # and with a stop string of its own
+        assert await loop.run() == 'stop' and codec.text(t.ids) == '3+8='
+    in_a_loop(Steps(), story)
+
+
 def test_an_engine_that_aborts_by_itself_and_one_that_refuses():
     async def story(pool, engine):
         loop = a_loop(engine, Turns(codec.encode('3+8+5='), 40, describe(Steps())), pool, [])
@@ -238,3 +263,31 @@ def test_a_pool_that_was_lost():
                 assert (t.failed, new.replayed) == (('', 1) if deterministic else ('env_lost', 0))
             finally: await new.stop()
         in_a_loop(Env(), story, step_s=.001)
+
+
+def test_on_a_real_engine_is_in_another_file():
+    "`on_a_real_engine` is called where there is one; here it runs on the emulated, whose log-probs are no model's"
+    in_a_loop(Steps(), lambda pool, engine: on_a_real_engine(engine, pool, n=4), step_s=.001)
+
+async def on_a_real_engine(engine, pool, n=16, logprobs=None # ids of prompt and response -> log-prob of each but the first
+                          ):
+    "Greedy: what was moved five times is what stayed; and what was generated has the log-probs of a model that reads the whole"
+    async def played(id, hops):
+        t, hop, how = Turns(codec.encode(f'{id % 20}+{id % 7}+9='), 48, describe(Steps())), 0, 'abort'
+        while how == 'abort':
+            loop = a_loop(engine, t, pool, [], id=1000 * hops + id, key=f'{1000 * hops + id}.{hop}')
+            loop.sampling = dict(temperature=0.)
+            run = asyncio.create_task(loop.run())
+            if hop < hops:
+                await asyncio.sleep(.01 * (1 + id % 3))
+                await loop.abort()
+            how, hop = await run, hop + 1
+            t = unpack(t.pack())
+        t.check()
+        return t
+    stayed, moved = [await asyncio.gather(*(played(id, hops) for id in range(n))) for hops in (0, 5)]
+    assert [t.ids.tolist() for t in stayed] == [t.ids.tolist() for t in moved]
+    for t in moved if logprobs else ():
+        theirs, ours, mine = logprobs(t.input_ids)[len(t.prompt_ids) - 1:], np.array(t.logprobs), t.loss_mask.astype(bool)
+        assert np.abs(theirs - ours)[mine].max() < 1e-3 and not ours[~mine].any()
+    return moved

@@ -256,7 +256,7 @@ def test_a_worker_on_a_real_engine(world):
         second = publish(world, dict(world.b.named_parameters()))
         for n, v in enumerate((first, second)):
             await worker.wave(n, v, world.socket, [Assignment(10 * n + i, 1, np.array([5, i + 2], np.int32), Sampling(max_tokens=40)) for i in range(6)])
-        while sum(p.finish is not None for r in reports for p in r.pieces) < 12: await asyncio.sleep(.02)
+            while sum(p.finish is not None for r in reports for p in r.pieces) < 6 * (n + 1): await asyncio.sleep(.02)
         for t in worker.tasks: t.cancel()
         return first, second
     versions = run(world, go())
@@ -270,6 +270,68 @@ def test_a_worker_on_a_real_engine(world):
             logprobs = np.concatenate([np.frombuffer(p.logprobs, np.float32) for _, p in pieces])
             assert {w for w, _ in pieces} == {v} and pieces[-1][1].finish in ('stop', 'length')
             check(model, [5, i + 2], SimpleNamespace(ids=ids, logprobs=logprobs))
+
+
+def resumed(w, prompt, had, max_tokens, id, **sampling):
+    "The rest of an answer, after the tokens that it has"
+    request = GenerationRequest(id, np.array([*prompt, *had], np.int32), max_tokens - len(had), generated=len(had), **sampling)
+    async def go():
+        chunks = [c async for c in w.engine.generate(request)]
+        return [*had, *np.concatenate([c.ids for c in chunks]).tolist()], np.concatenate([c.logprobs for c in chunks])
+    return go()
+
+
+def test_a_greedy_answer_that_moved_is_the_one_that_did_not(world, figures):
+    "Aborted at every length and taken up again from its tokens: the same ids, and log-probs as near as arithmetic allows; near-ties are counted"
+    hold(world, world.a)
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(2, VOCAB, n).tolist() for n in (3, 5, 9, 12, 20, 31, 33, 40, 64, 70)]
+    whole = [run(world, ask(world, p, 60, id=900 + i, temperature=0.)) for i, p in enumerate(prompts)]
+    moves, ties, gap = 0, 0, 0.
+    for i, (p, a) in enumerate(zip(prompts, whole)):
+        for k in {1, 2, 7, 31, 32, 33, len(a.ids) - 1} & set(range(1, len(a.ids))):
+            ids, logprobs = run(world, resumed(world, p, a.ids[:k], 60, f'm{i}-{k}', temperature=0.))
+            moves += 1
+            same = next((j for j, (x, y) in enumerate(zip(ids, a.ids)) if x != y), len(ids))
+            gap = max(gap, float(np.abs(logprobs[:same - k] - a.logprobs[k:same]).max(initial=0.)))
+            if ids != a.ids: ties += 1
+    figures.update(moves=moves, near_ties=ties, logprob_gap_max=gap)
+    assert moves >= 20 and ties <= moves // 10 and gap < 1e-4
+
+
+def test_a_sampled_answer_that_moved_does_not_repeat_its_noise(world):
+    "With one seed for both parts the second would draw what the first has drawn"
+    hold(world, world.a)
+    had = run(world, ask(world, LONG[:5], 20, id=950, seed=11)).ids
+    rest = [run(world, resumed(world, LONG[:5], had[:n], 20 + n, f's{n}', seed=11))[0][n:] for n in (1, 2, 3)]
+    assert len({tuple(r[:8]) for r in rest}) == 3
+
+
+def test_weights_change_between_two_tokens(world):
+    "`keep`: the request goes on, and what follows is of the new weights (with old keys and values: neither model's own answer)"
+    hold(world, world.a)
+    async def go():
+        request = GenerationRequest('live', np.array(LONG[:9], np.int32), 200, temperature=1., seed=4)
+        chunks, switched = [], None
+        async for c in world.engine.generate(request):
+            chunks.append(c)
+            if switched is None and sum(len(c.ids) for c in chunks) >= 16: switched = await world.engine.load(version, world.socket, keep=True)
+        return np.concatenate([c.ids for c in chunks]), chunks[-1].finish_reason, switched
+    plain = run(world, ask(world, LONG[:9], 200, id='plain', temperature=1., seed=4)).ids
+    version = publish(world, dict(world.b.named_parameters()))
+    ids, finish, report = run(world, go())
+    world.holds = None
+    assert report.version == version and report.checksum_ok and finish in ('stop', 'length')
+    assert ids[:8].tolist() == plain[:8] and ids.tolist() != plain
+
+
+def test_memory_is_given_away_and_taken_back(world):
+    hold(world, world.a)
+    before = run(world, ask(world, LONG, 10, id='before', temperature=0.)).ids
+    run(world, world.engine.suspend())
+    assert world.engine.stats().kv_used == 0.
+    run(world, world.engine.resume())
+    assert run(world, ask(world, LONG, 10, id='after', temperature=0.)).ids == before
 
 
 def test_killed(world, figures):

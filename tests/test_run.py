@@ -30,12 +30,13 @@ def length(completions, **kw): return [len(c) / 100 for c in completions]
 
 
 def start(cluster, model, folder, name, reward=length, steps=STEPS, n=P, group=G, replicas=2, eval=None, prompts=None, sampling=Sampling(max_tokens=40),
-          engine={}, **fit):
+          engine={}, repack=None, **fit):
     from laminar_sdk.relay_tier import RelayTier
     from laminar_sdk.rollout_pool import RolloutPool
     from laminar_sdk.trainer import Trainer
     relays = RelayTier(cluster, keep=4)
-    pool = RolloutPool(cluster, model, relays, replicas=replicas, max_model_len=64, max_running=8, engine='emulated', **({'step_s': .005} | engine))
+    pool = RolloutPool(cluster, model, relays, replicas=replicas, max_model_len=64, max_running=8, engine='emulated', repack=repack,
+                       **({'step_s': .005} | engine))
     trainer = Trainer(cluster, model, relays, GRPO(group_size=group, lr=1e-3))
     rows = prompts or [dict(prompt=f'{a}+{b}=', answer=str(a + b)) for a in range(5) for b in range(5)]
     return trainer.fit(pool, rows, reward, name=name, steps=steps, prompts_per_step=n, sampling=sampling, eval=eval, checkpoint=2,

@@ -253,7 +253,6 @@ class RepackDone(Event, frozen=True):
     ended: int # before they left
     parked: int # their destination was gone
     tokens: int # that the destinations prefill again, prompts not counted
-    seconds: float # from the decision to the last arrival
 
 class Notice(Event, frozen=True):
     "A sentence for the person: a part failed, restarted, was skipped"

@@ -118,8 +118,8 @@ class EmulatedEngine:
     def figures(self) -> dict:
         "What it has done so far, on its own clock"
         d = self.decoder
-        return dict(emulated=True, speed=self.speed, seconds=self.time(), busy_s=d.busy_s, late_s=self.late[1] / max(1, self.late[0]), tokens=d.made, prefill_tokens=d.prefilled,
-                    reprefill_tokens=d.reprefilled, preempted=d.preempted)
+        return dict(emulated=True, speed=self.speed, seconds=self.time(), busy_s=d.busy_s, late_s=self.late[1] / max(1, self.late[0]),
+                    tokens=d.made, prefill_tokens=d.prefilled, reprefill_tokens=d.reprefilled, preempted=d.preempted)
 
 # %% ../../nbs/rollout/03_emulated.ipynb #c7967a47
 @patch

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TODO', 'Observation', 'Step', 'Environment', 'awaited', 'EnvironmentSpec', 'describe', 'Call', 'Turns', 'unpack',
-           'rebuild']
+           'rebuild', 'turn_spans', 'masked', 'reward_of']
 
 # %% ../../nbs/rollout/30_environment.ipynb #bd05d1f3
 from array import array
@@ -251,6 +251,25 @@ def rebuild(prompt_ids: Any, budget: int, spec: EnvironmentSpec | None,
         if call is None: return t
         t.on_observation(ids[upto:call.last], call.reward)
         at = call.last
+
+# %% ../../nbs/rollout/30_environment.ipynb #eaf1bdc0
+def turn_spans(n: int, # tokens of the response
+               calls: list[Call]) -> list[tuple[int, int]]:
+    "What the model generated, turn by turn"
+    edges = [0, *(edge for c in calls for edge in (c.first, c.last)), n]
+    return [(a, b) for a, b in zip(edges[::2], edges[1::2]) if a < b]
+
+def masked(n: int, # tokens of the response
+           calls: list[Call]) -> np.ndarray: # uint8
+    "1 where the model generated"
+    mask = np.ones(n, np.uint8)
+    for c in calls: mask[c.first:c.last] = 0
+    return mask
+
+def reward_of(calls: list[Call]) -> float | None: # None = it gave none
+    "The environment's reward"
+    given = [c.reward for c in calls if c.reward is not None]
+    return sum(given) if given else None
 
 # %% ../../nbs/rollout/30_environment.ipynb #51628b19
 @patch

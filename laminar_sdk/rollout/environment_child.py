@@ -7,8 +7,9 @@ __all__ = ['checked', 'Sessions', 'answer', 'serve', 'main']
 
 # %% ../../nbs/rollout/33b_environment_child.ipynb #9db8d191
 import asyncio, copy, json, math, pickle, socket, struct, sys
-from typing import Any
+from typing import Any, get_args
 
+from ..core.types import FinishReason
 from .environment import Observation, Step, awaited
 from .reward_child import die_with, explain
 
@@ -21,6 +22,7 @@ def checked(answer: Any) -> dict:
     if not isinstance(answer.text, str): raise TypeError(f'an environment said {answer.text!r:.200}, which is no str')
     reward = None if answer.reward is None else float(answer.reward)
     if reward is not None and not math.isfinite(reward): raise ValueError(f'an environment gave the reward {reward}')
+    if answer.finish not in get_args(FinishReason): raise ValueError(f'an environment ended with {answer.finish!r:.200}; it has to be one of {", ".join(get_args(FinishReason))}')
     return dict(text=answer.text, reward=reward, done=bool(answer.done), finish=answer.finish)
 
 # %% ../../nbs/rollout/33b_environment_child.ipynb #203ffbd3

@@ -50,6 +50,7 @@ class Codec:
         spell = _speller(said.get('decoder'))
         named = {i: spell(name) for name, i in self.tokenizer.get_vocab(True).items()}
         self.pieces = [named.get(i, b'') for i in range(max(named, default=-1) + 1)] # bytes by id
+        self.longest = max(map(len, self.pieces), default=1) # bytes
         self._check()
 
     def __repr__(self): return f'Codec of {len(self.pieces):,} tokens'
@@ -69,6 +70,7 @@ class Codec:
               ) -> np.ndarray: # int32
         "The ids of a text, alone"
         self.tokenizer.encode_special_tokens = not special
+        text = text.encode(errors='replace').decode() # half a surrogate pair is no text
         return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
 # %% ../../nbs/rollout/31_stops.ipynb #fc69ff38
@@ -97,7 +99,8 @@ class Hit(NamedTuple):
 
 class Stops:
     "Stop strings, over the tokens of a codec"
-    def __init__(self, strings: Iterable[str], codec: Codec):
+    def __init__(self, strings: Iterable[str], codec: Codec | None # None will do where there are no strings
+                ):
         self.strings, self.codec = tuple(strings), codec
         if not all(self.strings): raise ConfigError(f'stop strings {self.strings}', 'none may be empty')
         self._moves, self._complete = automaton([s.encode() for s in self.strings])
@@ -119,7 +122,7 @@ class Stops:
     @cached_property
     def token_ids(self) -> tuple[int, ...]:
         "Tokens that end a turn by themselves, so that the engine can stop there and need not be aborted"
-        return tuple(i for i, p in enumerate(self.codec.pieces) if any(s.encode() in p for s in self.strings))
+        return tuple(i for i, p in enumerate(self.codec.pieces) if any(s.encode() in p for s in self.strings)) if self.strings else ()
 
 class Scan:
     "One turn, read as it comes"
@@ -127,6 +130,7 @@ class Scan:
 
     def feed(self, ids: np.ndarray) -> Hit | None:
         "Read on; a hit is the end of the turn"
+        if not self.stops.strings: return
         step, state = self.stops.step, self.state
         for n, id in enumerate(ids.tolist(), 1):
             state = step(state, id)
@@ -136,7 +140,8 @@ class Scan:
 # %% ../../nbs/rollout/31_stops.ipynb #f55d88e3
 class Reader:
     "Reads turns: how they end, and what they say"
-    def __init__(self, codec: Codec, stops: Iterable[str] = (),
+    def __init__(self, codec: Codec | None, # None will do for trajectories of one turn without stop strings
+                 stops: Iterable[str] = (),
                  end_ids: Iterable[int] = () # tokens that end a turn: EOS and the sampling's stop tokens
                 ):
         self.codec, self.stops, self.end_ids = codec, Stops(stops, codec), frozenset(map(int, end_ids))

@@ -136,5 +136,6 @@ def _answered(self: TurnLoop, reply: Reply | None):
 def _told(self: TurnLoop, text: str) -> np.ndarray:
     "The ids of an observation: before, text, after; nothing at all where nothing is said before the first turn"
     if not text and self.turns.todo == 'reset': return np.zeros(0, np.int32)
+    if len(text) > self.turns.room * self.codec.longest: return np.zeros(self.turns.room, np.int32) # megabytes: whatever their ids are, there is no room
     before, after = self.around
     return np.concatenate([before, self.codec.encode(text), after])

@@ -7,7 +7,7 @@ __all__ = ['Move', 'Tally', 'Moves', 'seat']
 
 # %% ../../nbs/scheduling/15_moves.ipynb #41d04ccc
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fastcore.basics import patch
 
@@ -30,7 +30,6 @@ class Move:
 @dataclass
 class Tally:
     "How a plan is getting on"
-    began: float # s
     left: int # moves
     moved: int = 0
     ended: int = 0
@@ -98,7 +97,7 @@ def begin(self: Moves, shifts: list[Shift], trigger: str, looks: list[Look], can
             dest.expected[t] = None
         left, total[s.dest] = left + len(ids), total[s.dest] + total[s.source]
         out.append(Abort(s.source, ids))
-    self.plans[self.made] = Tally(self.fleet.now, left)
+    self.plans[self.made] = Tally(left)
     return [*out, Tell(self._story(shifts, trigger, candidates, shared, total))]
 
 @patch
@@ -146,7 +145,7 @@ def flush(self: Moves) -> list[Command]:
     self.arrivals.clear()
     for n in [n for n, p in self.plans.items() if not p.left]:
         p = self.plans.pop(n)
-        out.append(Tell(RepackDone(n, p.moved, p.ended, p.parked, p.tokens, round(self.fleet.now - p.began, 3))))
+        out.append(Tell(RepackDone(n, p.moved, p.ended, p.parked, p.tokens)))
     return out
 
 def seat(row: TrajectoryRow, lease: int) -> Placement:

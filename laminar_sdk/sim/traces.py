@@ -7,7 +7,7 @@ __all__ = ['GRID', 'TABLES', 'Lengths', 'length_of', 'draw', 'known', 'lognormal
 
 # %% ../../nbs/sim/00_traces.ipynb #99682d87
 import csv, gzip, math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import NormalDist
