@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['app', 'JSON', 'CLUSTER', 'PATH', 'bench', 'answers_apart', 'plain', 'out', 'table', 'of_each', 'demo', 'WithKeys',
            'run', 'start', 'open_cluster', 'stays', 'stop_on_sigterm', 'status', 'detail', 'counted', 'stop',
-           'shutdown', 'check_folder', 'audit', 'report', 'export', 'numbers', 'bench_relay', 'bench_delta', 'main',
-           'sentence']
+           'shutdown', 'check_folder', 'audit', 'report', 'export', 'numbers', 'bench_relay', 'bench_delta',
+           'bench_control', 'main', 'sentence']
 
 # %% ../nbs/08_cli.ipynb #023b60cd
 import json, math, os, signal, sys
@@ -259,6 +259,14 @@ def bench_delta(lr: str = typer.Option('1e-6,1e-5,1e-4', help='Learning rates.')
     task = plan.task()
     print(plan.check(task), file=sys.stderr, flush=True)
     _found(b.bench_delta(plan, task), b.told, as_json)
+
+@bench.command('control')
+def bench_control(rollouts: str = typer.Option('64,512', help='Of each row.'), running: int = typer.Option(20, min=1, help='Trajectories on each.'),
+                  completions: float = typer.Option(7.8, min=.01, help='That end in a second, on each.'), seconds: float = typer.Option(10., help='Of the load.'),
+                  as_json: bool = JSON):
+    "CPU time of the coordinator for many rollouts that report."
+    from laminar_sdk import bench_control as b
+    _found(b.bench_control([b.Load(n, running, completions * n, seconds=seconds) for n in numbers(rollouts)]), b.told, as_json)
 
 def _found(result: dict, told, as_json: bool):
     from laminar_sdk.bench import show

@@ -62,7 +62,7 @@ class RelayShell(Shell):
 
     def __init__(self, run: str, host: int, address: str, secret: bytes, keep: int, keyframe_every: int):
         from laminar_sdk.weights.relay import Relay
-        self.run, self.host, self.started, self.born, self.beating = run, host, None, time.time_ns(), None
+        self.run, self.host, self.started, self.born, self.beating, self.hosts = run, host, None, time.time_ns(), None, {} # hosts of our peers, by address
         self.coordinator = Peer(actor_name(run, 'coordinator'))
         self.loop = asyncio.get_running_loop()
         self.socket = socket_folder(run)/f'relay-{host}-{os.getpid()}.sock'
@@ -82,7 +82,9 @@ class RelayShell(Shell):
                                manifest.layout.nbytes, seconds, wire)
 
     def _verified(self, *what): self._tell(self._ready(*what))
-    def _failed(self, *what): self._tell(ev.Notice('warning', ' '.join(map(str, what)), f'relay/{self.host}'))
+    def _failed(self, f):
+        if f.what == 'link' and f.peer in self.hosts: self._tell(ev.LinkFailed(0., self.host, self.hosts[f.peer], f.reason))
+        self._tell(ev.Notice('warning', str(f), f'relay/{self.host}'))
 
     async def _beat(self, every_s: float = 1.):
         "Say what is here, again and again: a process that is stopped, or cut off, does not die"
@@ -95,7 +97,11 @@ class RelayShell(Shell):
         "From the relay's thread to the coordinator"
         asyncio.run_coroutine_threadsafe(self.coordinator.ask('tell', msgspec.msgpack.encode([event])), self.loop)
 
-    async def set_peers(self, peers: list, hops: int = 1): await asyncio.to_thread(self.relay.set_peers, [tuple(p) for p in peers], hops)
+    async def set_peers(self, peers: dict[int, list], hops: int = 1): # address by host
+        self.hosts = {'{}:{}'.format(*address): host for host, address in peers.items()}
+        await asyncio.to_thread(self.relay.set_peers, [tuple(address) for address in peers.values()], hops)
+
+    async def set_master(self, address: list | None): await asyncio.to_thread(self.relay.set_master, address and tuple(address))
     async def pin(self, version: int): self.relay.pin(version)
     async def unpin(self, version: int): self.relay.unpin(version)
     async def stats(self) -> dict: return self.relay.stats()

@@ -45,6 +45,7 @@ def joined(self: Tier, host: int, info: dict):
     newest = max((v['version'] for v in info['versions']), default=-1)
     self.feed(ev.RelayJoined, host, info['born'], tuple(info['address']), actor=host == self.c.plan.actor_host,
               zone=labels.get('zone', ''), rack=labels.get('rack', ''), newest=newest)
+    self._tell_master(host)
 
 @patch
 def gone(self: Tier, host: int, reason: str):
@@ -57,6 +58,11 @@ def shown(self: Tier, e: ev.VersionReady):
     if m := self.core.members.get(e.host): self.feed(ev.RelayHeard, e.host, m.who.incarnation, e.version)
 
 @patch
+def broken(self: Tier, e: ev.LinkFailed):
+    "A relay has a whole version and cannot bring it to its next"
+    self.feed(ev.LinkFailed, e.host, e.peer, e.reason)
+
+@patch
 def published(self: Tier, version: int):
     "The actor has put a version into the memory of its host"
     self.feed(ev.VersionSealed, version, self.c.plan.actor_host)
@@ -65,11 +71,20 @@ def published(self: Tier, version: int):
 @patch
 def _do_SetNext(self: Tier, c: ms.SetNext):
     hops = len(self.core.order) - 1 - self.core.order.index(c.host) if c.host in self.core.order else 1
-    if self.relay(c.host).handle is not None: self.relay(c.host).handle.set_peers.remote([] if c.peer is None else [list(c.peer)], hops)
+    peers = {h: list(m.who.address) for h, m in self.core.members.items() if m.who.address == c.peer}
+    if self.relay(c.host).handle is not None: self.relay(c.host).handle.set_peers.remote(peers, hops)
 
 @patch
 def _do_Promote(self: Tier, c: ms.Promote):
     if c.host != self.c.plan.actor_host: self.c.note('warning', f'versions start from relay/{c.host} now', f'relay/{c.host}')
+    self._tell_master(*self.core.members)
+
+@patch
+def _tell_master(self: Tier, *hosts):
+    "Tell relays where parts are gathered: at the head of the chain"
+    head = self.core.members.get(self.core.order[0]) if self.core.order else None
+    for h in hosts if head else ():
+        if self.relay(h).handle is not None: self.relay(h).handle.set_master.remote(None if h == head.who.host else list(head.who.address))
 
 @patch
 def _do_Adopt(self: Tier, c: ms.Adopt): self._later(self._adopt(c.host, c.version))
@@ -100,3 +115,19 @@ def _do_Suspect(self: Tier, c: ms.Suspect): self.c.note('warning', f'relay/{c.ho
 def _do_Readmit(self: Tier, c: ms.Readmit): self.c.note('info', f'relay/{c.host} is heard again', f'relay/{c.host}')
 @patch
 def _do_Cut(self: Tier, c: ms.Cut): self._later(self.c.supervisor.kill(self.relay(c.host), f'cut out: {c.reason}'))
+
+# %% ../nbs/21b_tier.ipynb #917441a0
+@patch
+def where(self: Tier, host: int, version: int) -> str: # path of a socket, or tcp://HOST:PORT; '' = nobody has it now
+    "Where a rollout of this host takes a version from"
+    own, m = self.c.sockets.get(host), self.core.members.get(host)
+    if own and not (m and m.suspected): return own[0]
+    there = [h for h in self.core.order if h != host and self.core.members[h].newest >= version]
+    near = min(there, key=lambda h: self._apart(host, h), default=None)
+    return '' if near is None else 'tcp://{}:{}'.format(*self.core.members[near].who.address)
+
+@patch
+def _apart(self: Tier, a: int, b: int):
+    "How far: another zone is further than another rack"
+    one, other = (self.c.plan.hosts[h].labels for h in (a, b))
+    return one.get('zone') != other.get('zone'), one.get('rack') != other.get('rack')

@@ -20,7 +20,8 @@ class Wire:
         self.door = socket.socket()
         self.door.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 128 << 10) # else the kernel takes in megabytes at once
         self.door.bind(('127.0.0.1', 0)), self.door.listen(64)
-        self.address, self.target, self.rate, self.free = self.door.getsockname(), None, rate, 0.
+        self.address, self.target, self.rate, self.free, self.back = self.door.getsockname(), None, rate, 0., None # back: bytes a second of what comes out
+        self.gave = 0 # bytes that came out
         self.moving, self.cut, self.flip, self.record, self.ends, self.lock = threading.Event(), False, None, None, set(), threading.Lock()
         self.flipped = 0
         self.moving.set()
@@ -56,6 +57,9 @@ class Wire:
             while data := source.recv(1 << 16):
                 self.moving.wait()
                 if inwards: data = watch(data); self._wait(len(data))
+                else:
+                    self.gave += len(data)
+                    if self.back: time.sleep(len(data)/self.back)
                 sink.sendall(data)
         self._shut(source), self._shut(sink)
 
@@ -189,8 +193,13 @@ class World:
             case {'version': version, 'checksum': _}:
                 if version <= life.newest: self.wrong.append(f'host {life.host} shows {version} after {life.newest}')
                 life.newest = version
+            case {'failure': 'link', 'peer': peer, 'reason': reason}: self._link(life.host, peer, reason)
             case {'failure': what}: life.failures.append((what, said['version'], said['reason']))
             case {'error': error}: life.errors.append(error)
+
+    def _link(self, host, address, reason):
+        peer = next((h for h, wire in enumerate(self.wires) if '{}:{}'.format(*wire.address) == address), None)
+        self.feed(ev.LinkFailed, host, peer, reason)
 
     def _ended(self, life):
         life.end()
@@ -280,11 +289,22 @@ class World:
 class Actor:
     "Publishes drifting weights"
     def __init__(self, mb):
-        import torch
+        import gc, mmap, torch
+        from laminar_sdk.weights.layout import Layout, views
         torch.set_num_threads(1)
         torch.manual_seed(0)
         self.named = {f'layer{i}': torch.randn(500, 1000).bfloat16() for i in range(int(mb))} # a million bytes each
         self.client = None
+        layout = Layout.of(self.named)
+        self.plain = views(mmap.mmap(-1, layout.nbytes), layout) # warm memory of our own
+        self.copy(), gc.collect(), gc.freeze() # torch's objects: no collection of them falls into a publish
+
+    def copy(self):
+        "One plain copy of what is published: how long it takes, here and now"
+        from laminar_sdk.weights.writer import copy_into
+        began, cpu = time.perf_counter(), time.thread_time()
+        copy_into(self.plain, self.named)
+        return time.perf_counter() - began, time.thread_time() - cpu
 
     def change(self, form):
         import torch
@@ -298,13 +318,15 @@ class Actor:
         from laminar_sdk.core.errors import ClusterError
         from laminar_sdk.weights.client import RelayClient
         self.change(form)
+        plain = self.copy()
         began = time.perf_counter()
         if self.client is None: self.client = RelayClient(socket)
         try: report = self.client.publish(version, self.named)
         except ClusterError as e: return dict(version=version, error=str(e))
         stall, whole = time.perf_counter() - began, xxhash.xxh3_64()
         for x in self.named.values(): whole.update(x.view(torch.uint8).numpy())
-        return dict(version=version, stall_s=stall, digest=whole.hexdigest(), copy_s=report.copy_s, stranded=report.stranded)
+        return dict(version=version, stall_s=stall, digest=whole.hexdigest(), copy_s=report.copy_s, cpu_s=report.cpu_s, wait_s=report.wait_s,
+                    stranded=report.stranded, plain=[plain, self.copy()])
 
     def give(self, socket):
         from laminar_sdk.core.errors import ConfigError, LaminarError
@@ -344,6 +366,24 @@ def read(path, last, seed):
                 p.release()
     print(json.dumps(dict(read=read, torn=torn, held_for=longest)), flush=True)
 
+# ---------------------------------------------------------------- a rollout whose relay is away
+
+def borrow(version, key, *neighbours):
+    "Pulls a version from the first of these neighbours that can lend it; prints what it got and what each try cost"
+    from laminar_sdk.core.errors import LaminarError
+    from laminar_sdk.weights.client import RelayClient
+    from laminar_sdk.weights.neighbour import near
+    tries = []
+    for where in neighbours:
+        began = time.monotonic()
+        try:
+            with near(where, int(version), Path(key).read_bytes()) as path, RelayClient(path) as client, client.pull(int(version)) as pulled:
+                pulled.verify()
+                digest = xxhash.xxh3_64_hexdigest(pulled.buffer)
+            return print(json.dumps(dict(digest=digest, tries=[*tries, time.monotonic() - began], left=Path(path).exists())), flush=True)
+        except (LaminarError, OSError) as e: tries.append([time.monotonic() - began, str(e)])
+    print(json.dumps(dict(tries=tries)), flush=True)
+
 def main(mb):
     actor = Actor(mb)
     print(json.dumps(dict(ready=True)), flush=True)
@@ -351,4 +391,4 @@ def main(mb):
         said = json.loads(line)
         print(json.dumps(getattr(actor, said.pop('do'))(**said)), flush=True)
 
-if __name__ == '__main__': read(*sys.argv[2:]) if sys.argv[1] == 'read' else main(*sys.argv[1:])
+if __name__ == '__main__': dict(read=read, borrow=borrow)[sys.argv[1]](*sys.argv[2:]) if len(sys.argv) > 2 else main(sys.argv[1])

@@ -130,3 +130,37 @@ def test_deltas_of_smollm2(figures, lr, steps):
     figures.update(found)
     assert all(row['bit_equal'] and row['largest_ratio'] <= 1.01 for row in found['rows'])
     if lr == '1e-6': assert (row := found['rows'][0])['bytes_ratio'] <= .02 and row['encode_mb_s'] >= 300 and row['apply_mb_s'] >= 800
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_step_is_as_fast_with_the_encoder_at_work(figures):
+    "The demo's steps right after a publish, while relays sum, encode, send and apply it, against the same steps with nothing to publish"
+    import random, secrets, statistics, tempfile
+    from test_weights_relay import Process
+    from laminar_sdk import demo
+    from laminar_sdk.bench_delta import Learner
+    from laminar_sdk.training.pretrain import torch_threads
+    from laminar_sdk.weights.client import RelayClient
+    with tempfile.TemporaryDirectory(prefix='lw') as d, torch_threads(1):
+        secret, relays, took, rng = secrets.token_bytes(32), [], {False: [], True: []}, random.Random(0)
+        try:
+            relays.append(Process(Path(d), 'far', secret))
+            relays.append(Process(Path(d), 'near', secret, '--peer', relays[0].peer))
+            learner = Learner(demo.arithmetic(None), 1e-6)
+            batch = learner.trajectories()
+            with RelayClient(relays[1].socket) as actor, RelayClient(relays[0].socket) as far:
+                for version in range(3): learner.step(), learner.worker.publish(actor, version), far.wait_for(version) # speeds are measured, memory is made
+                for version in range(3, 15):
+                    for busy in rng.sample([False, True], 2):
+                        if busy: learner.worker.publish(actor, version)
+                        began, cpu = time.perf_counter(), time.thread_time()
+                        learner.worker.step(batch)
+                        took[busy].append((time.perf_counter() - began, time.thread_time() - cpu))
+                        if busy: far.wait_for(version)
+                came = far.stats()['came_in']
+        finally:
+            for r in relays: r.kill(), r.p.stdin.close(), r.p.stdout.close()
+    wall, cpu = (statistics.median(b[i]/a[i] for a, b in zip(took[False], took[True])) for i in (0, 1))
+    figures.update(step_s=statistics.median(t for t, _ in took[False]), wall_ratio=wall, cpu_ratio=cpu, came_in=came)
+    assert came['delta'] >= 10 and cpu <= 1.05 and wall <= 1.25, figures # who else wants the processors is in `wall`

@@ -1,6 +1,6 @@
 """Relays as real processes under a real membership core, while the world does its worst: kills, stops, half-open links, cut and slow ones, liars.
 What one process can show by itself is in `test_weights_relay.py`"""
-import json, random, signal, socket, statistics, struct, tempfile, threading, time
+import json, random, signal, socket, statistics, struct, subprocess, sys, tempfile, threading, time
 from pathlib import Path
 
 import numpy as np, pytest
@@ -12,6 +12,7 @@ from laminar_sdk.weights.client import RelayClient
 from laminar_sdk.weights.layout import Layout, Manifest
 from laminar_sdk.weights.relay import Relay
 from laminar_sdk.weights.transport import Limits, Tcp
+import relay_world
 from relay_world import MB, Wire, World, reader
 
 RATE = 60e6 # bytes a second of each link: a version is under way for a seventh of a second
@@ -60,13 +61,22 @@ def trial(w, who, rng):
     return survivors, everybody
 
 def told(w, trials):
-    "The figures of some trials; the actor is never kept waiting"
-    stalls, survivors = [r['stall_s'] for r in w.reports], [s for s, _ in trials]
-    median, waits = statistics.median(stalls), [r['stall_s'] - r['copy_s'] for r in w.reports] # a copy waits only for a processor
-    assert not w.refused and max(waits) <= max(median, .5), f'{max(waits):.3f} s, median of the stalls {median:.4f} s' # a relay that starts takes longer; below that it is this machine
-    return dict(kills=len(trials), publishes=len(stalls), stranded=sum(r['stranded'] for r in w.reports), stall_median_ms=1e3*median, stall_max_ms=1e3*max(stalls),
-                beside_the_copy_max_ms=1e3*max(waits), over_twice_the_median=sum(s > 2*median for s in stalls)/len(stalls),
-                survivors_s=[statistics.median(survivors), max(survivors)], everybody_s=[statistics.median(b for _, b in trials), max(b for _, b in trials)])
+    """The figures of some trials; the actor is never kept waiting.
+
+    A busy machine takes the processor from whoever copies: `plain` is an identical copy into warm memory of the actor's own, right before and after each
+    publish. What is ours is the processor time of a publish, and the time for which it waited for memory (it publishes far faster than a real actor)"""
+    def over(values): return sum(x > 2*statistics.median(values) for x in values)/len(values)
+    stalls, cpu, waits = ([r[k] for r in w.reports] for k in ('stall_s', 'cpu_s', 'wait_s'))
+    plain, plain_cpu = ([copy[i] for r in w.reports for copy in r['plain']] for i in range(2))
+    survivors, median = [s for s, _ in trials], statistics.median
+    found = dict(kills=len(trials), publishes=len(stalls), stranded=sum(r['stranded'] for r in w.reports), stall_median_ms=1e3*median(stalls), stall_max_ms=1e3*max(stalls),
+                 cpu_median_ms=1e3*median(cpu), cpu_max_ms=1e3*max(cpu), plain_cpu_median_ms=1e3*median(plain_cpu), plain_cpu_max_ms=1e3*max(plain_cpu),
+                 over_twice_the_median=dict(stall=over(stalls), plain=over(plain), cpu=over(cpu), plain_cpu=over(plain_cpu)),
+                 waited=sum(s > 1e-3 for s in waits)/len(waits), wait_max_ms=1e3*max(waits),
+                 survivors_s=[median(survivors), max(survivors)], everybody_s=[median(b for _, b in trials), max(b for _, b in trials)])
+    assert not w.refused and max(waits) <= .5, found # a relay that starts takes longer
+    assert over(cpu) <= over(plain_cpu) + .03 + 1/len(cpu), found # now and then a copy of 1 ms takes 30 of processor time: a virtual machine that was stopped, and does not know it
+    return found
 
 def test_kills_during_broadcasts(w, figures):
     rng = random.Random(1)
@@ -108,6 +118,26 @@ def test_a_relay_is_stopped_for_twelve_seconds(short, figures):
     with World(short/'twelve', 4, rate=RATE, core=Membership()) as w: # with the times of a real run
         w.deliver('full', timeout_s=20), w.until(w.settled, 20)
         figures |= stop(w, 12, 8)
+
+def test_a_rollout_pulls_from_a_neighbour(w, figures):
+    "The relay of its host is stopped; the first neighbour is killed while it sends; the second one has the version"
+    w.deliver('delta')
+    version, (head, first, second, away) = w.published[-1], w.core.order
+    def borrows(*hosts):
+        wheres = ['tcp://{}:{}'.format(*w.wires[h].address) for h in hosts]
+        return subprocess.Popen([sys.executable, relay_world.__file__, 'borrow', str(version), str(w.key), *wheres], stdout=subprocess.PIPE, text=True)
+    w.kill(away, signal.SIGSTOP)
+    figures |= dict(plain=(got := json.loads(borrows(first).communicate(timeout=20)[0])))
+    assert got['digest'] == w.digests[version] and not got['left']
+    w.wires[first].back = 4e6 # two seconds for the version
+    before, gave, rollout = w.lives[first], w.wires[first].gave, borrows(first, second)
+    w.until(lambda: w.wires[first].gave > gave + 2*MB, 10, 'the version on its way')
+    w.kill(first)
+    figures |= dict(killed=(got := json.loads(rollout.communicate(timeout=20)[0])))
+    w.wires[first].back = None
+    assert got['digest'] == w.digests[version] and 'did not come from' in got['tries'][0][1]
+    w.kill(away, signal.SIGCONT)
+    w.until(lambda: w.lives[first] is not before and w.have()(), 20, 'everybody back')
 
 def test_half_open_connection(w, figures):
     "A host vanishes in the middle of a version: nothing is closed, nothing comes, nobody says so"

@@ -52,6 +52,7 @@ def test_any_order_of_events(data):
         assert same(unpack(t.pack()), t)
         if not t.failed and not (t.finish and t.calls and t.calls[-1].first == t.calls[-1].last == len(t) and t.spans): # what ended with a word of the environment is not built again
             assert same(rebuild(prompt, budget, spec, t.ids, t.logprobs, t.calls, ended), t)
+            if t.ids and t.calls and t.calls[0].last == 0 and t.calls[0].reward is None: assert same(rebuild(prompt, budget, spec, t.ids, t.logprobs, t.calls[1:], ended), t)
     assert len(t) <= budget and t.input_ids.tolist() == prompt + [e[0] for e in expected] and [c.reward for c in t.calls] == rewards
     assert masked(len(t), t.calls).tolist() == t.loss_mask.tolist() and turn_spans(len(t), t.calls) == [s for s in t.spans if s[0] < s[1]]
     assert reward_of(t.calls) == (sum(r for r in rewards if r is not None) if set(rewards) - {None} else None)

@@ -306,6 +306,41 @@ def test_tails_are_packed_and_nothing_of_them_is_lost():
     assert not [e for e in still.told if isinstance(e, ev.Repacked)]
 
 
+def test_two_thousand_prompts_each_once():
+    "A fixed set, run to its end: each prompt is trained on exactly once, also under a bound on staleness and with rollouts that die"
+    world = World(config(steps=125, prompts_per_step=16, algorithm=GRPO(group_size=1), max_staleness=2, checkpoint_every=10), n_prompts=2000, rollouts=6,
+                  capacity=16, kv_tokens=4000, tail=.3, report_s=1., tick_s=1., faults=('rollout', 'relay'), fault_every=20., calm_at=1e9, check=False)
+    rows = trained_once(world.run(10 ** 6))
+    assert sorted(r.prompt for r in rows) == list(range(2000))
+
+
+def slope(x, y): # of a logistic regression, and its standard error
+    import numpy as np
+    x, y = (np.asarray(x, float) - np.mean(x)) / np.std(x), np.asarray(y, float)
+    X, w = np.stack([np.ones_like(x), x], 1), np.zeros(2)
+    for _ in range(50):
+        p = 1 / (1 + np.exp(-X @ w))
+        H = X.T @ (X * (p * (1 - p))[:, None]) + 1e-9 * np.eye(2)
+        w = w + np.linalg.solve(H, X.T @ (y - p))
+    return w[1], np.linalg.inv(H)[1, 1] ** .5
+
+def test_nothing_is_dropped_for_being_long():
+    """Trajectories admitted in a window of steady state, each followed until it is final: their fate does not depend on their length.
+    The control throws away what would be staler than one version, as others do, and fails the same test"""
+    common = dict(n_prompts=500, rollouts=6, capacity=16, kv_tokens=10_000, tail=2., report_s=1., tick_s=1., refuse=.05, check=False)
+    shape = dict(steps=60, prompts_per_step=8, algorithm=GRPO(group_size=2), max_groups=32)
+    world = World(config(**shape, max_staleness=1), **common).run(10 ** 6)
+    rows = [r for r in world.journal.rows.values() if type(r).__name__ == 'TrajectoryRow' and 160 < r.id < 800]
+    assert all(r.state in ('trained', 'failed') for r in rows) and world.said['Forget'] == 0
+    b, error = slope([world.length(r.id) for r in rows], [r.state != 'trained' for r in rows])
+    assert abs(b) < 1.96 * error
+    loose = World(config(**shape), **common).run(10 ** 6)
+    late = {s.step: s.newest for s in loose.journal.rows.values() if type(s).__name__ == 'StepRow'}
+    rows = [r for r in loose.journal.rows.values() if type(r).__name__ == 'TrajectoryRow' and 160 < r.id < 800 and r.state == 'trained']
+    b, error = slope([loose.length(r.id) for r in rows], [late[r.step] - r.version > 1 for r in rows])
+    assert b > 1.96 * error
+
+
 @pytest.mark.parametrize('seed', range(4))
 def test_a_coordinator_that_dies_all_the_time(seed):
     trained_once(World(config(steps=4), seed=seed, n_eval=3, faults=('coordinator',), fault_every=1.).run())

@@ -244,6 +244,7 @@ def rebuild(prompt_ids: Any, budget: int, spec: EnvironmentSpec | None,
            ) -> Turns:
     "The state that a conversation had which said all this"
     t, ids, at = Turns(prompt_ids, budget, spec), np.asarray(ids, np.int32), 0
+    if spec and len(ids) and not (calls and calls[0].first == 0): calls = [Call(0, 0), *calls] # what said nothing may be forgotten
     for call in [*calls, None]:
         upto = len(ids) if call is None else call.first
         if upto > at: t.on_tokens(ids[at:upto], logprobs[at:upto])

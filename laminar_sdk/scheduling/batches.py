@@ -53,7 +53,7 @@ def _choose(self: Batches, n: int) -> list[int]: # groups; none = wait
     "The groups that completed first; under a bound on staleness the stalest, and only if all others can still be trained in time"
     k, ledger = self.config.max_staleness, self.ledger
     if k is None: return ledger.oldest_buffered(n)
-    slack = {g.id: max(0, k - ledger.staleness(min((v for t in ledger.members[g.id] if (v := ledger.rows[t].version) >= 0), default=ledger.newest)))
+    slack = {g.id: max(0, k - ledger.staleness(g.version if g.version >= 0 else ledger.newest))
              for g in ledger.groups.values() if g.kind == 'train' and g.state in ('open', 'closed', 'buffered')}
     best = sorted(ledger.buffer, key=lambda g: (slack[g], ledger.groups[g].completed))[:n]
     if in_time(list(slack.values()), [slack[g] for g in best], n): return best

@@ -49,7 +49,7 @@ class GroupRow(msgspec.Struct):
     position: int = -1 # of the prompt in the cursor's endless sequence
     completed: int = 0 # its place in the order of completion; 0 = not complete
     step: int = 0 # that consumed it (train), or that is evaluated (eval)
-    version: int = -1 # that is evaluated
+    version: int = -1 # that is evaluated (eval); oldest that any member was placed at (train)
     round: int = 0 # number of the evaluation
     reason: str = ''
 

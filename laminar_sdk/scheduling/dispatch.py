@@ -8,6 +8,7 @@ __all__ = ['Dispatch']
 # %% ../../nbs/scheduling/08_dispatch.ipynb #b9b8fb23
 from collections import defaultdict
 from dataclasses import replace
+from heapq import heapify, heappop, heappush
 from math import ceil
 
 from fastcore.basics import patch
@@ -50,9 +51,9 @@ def groups(self: Dispatch) -> dict[str, int]:
 @patch
 def situation(self: Dispatch) -> Situation:
     "What the schedule may look at"
-    n = self.groups()
-    return Situation(sum(n.values()), n['in_flight'], self.ledger.trained_step, self.config.prompts_per_step, self.ledger.newest,
-                     tuple(sorted({r.version for r in self.fleet.rollouts.values() if r.seats and r.kind == 'train'})))
+    n, together = self.groups(), self.schedule.together
+    busy = {r.version for r in self.fleet.rollouts.values() if r.seats and r.kind == 'train'} if together else ()
+    return Situation(sum(n.values()), n['in_flight'], self.ledger.trained_step, self.config.prompts_per_step, self.ledger.newest, tuple(sorted(busy)))
 
 @patch
 def permits(self: Dispatch,
@@ -77,22 +78,23 @@ def _admit(self: Dispatch) -> list[int]: # its trajectories
 def waves(self: Dispatch) -> list[Command]:
     "Places for what is parked, a wave for every free rollout, and more for those that are refilled, as far as there is work"
     out: list[Command] = self._rejoin() if self.parked() else []
-    free = self.fleet.free()
+    free = self.fleet.free() if self.ledger.waiting['train'] or self.ledger.waiting['eval'] or self.permits() else []
+    total = sum(o.batch for o in self.fleet.rollouts.values() if not o.draining) if free or self.schedule.refill else 0
     for i, r in enumerate(free):
         held_out = self.evals.seats(r, len(free) - i)
-        version, ids = held_out or self._train_seats(r, len(free) - i)
+        version, ids = held_out or self._train_seats(r, len(free) - i, total)
         if ids: out.append(self._start(r, version, ids, 'eval' if held_out else 'train'))
-    return out + (self._refill() if self.schedule.refill else [])
+    return out + (self._refill(total) if self.schedule.refill else [])
 
 @patch
-def _train_seats(self: Dispatch, r: Rollout, free: int) -> tuple[int | None, list[int]]: # version, trajectories
+def _train_seats(self: Dispatch, r: Rollout, free: int, total: int) -> tuple[int | None, list[int]]: # version, trajectories
     "What a rollout generates for the actor next"
     if old := self._reachable(r): return old
     version, size, fresh = self._version(r), self.config.algorithm.group_size, self._fresh()
     permits = self.permits(version)
     work = sum(map(len, fresh)) + permits * size
     if version is None or not work: return None, []
-    wave = self.schedule.wave(r.batch, r.capacity, len(self.fleet.rollouts), self.config.prompts_per_step * size)
+    wave = self._wave(r, total)
     room, ids = min(wave, ceil(work / free)), []
     for part in fresh:
         if ids and len(ids) + len(part) > room: break
@@ -101,6 +103,10 @@ def _train_seats(self: Dispatch, r: Rollout, free: int) -> tuple[int | None, lis
         if ids and len(ids) + size > room: break
         ids += self._admit()
     return version, ids
+
+@patch
+def _wave(self: Dispatch, r: Rollout, total: int) -> int: # trajectories
+    return self.schedule.wave(r.batch, r.capacity, total, self.config.prompts_per_step * self.config.algorithm.group_size)
 
 @patch
 def _version(self: Dispatch, r: Rollout, s: Situation | None = None) -> int | None:
@@ -118,7 +124,8 @@ def _fresh(self: Dispatch) -> list[list[int]]:
 @patch
 def _start(self: Dispatch, r: Rollout, version: int, ids: list[int], kind: str) -> StartWave:
     "Place these on a rollout, each under a new lease"
-    r.wave, r.version, r.kind, r.running, r.kv_seen, r.heard = self.ledger.take('waves'), version, kind, dict.fromkeys(ids), None, False
+    r.wave, r.version, r.kind, r.running = self.ledger.take('waves'), version, kind, dict.fromkeys(ids)
+    r.kv_seen, r.heard, r.newer = None, False, None
     return StartWave(r.id, r.wave, version, self._placed(r, ids))
 
 @patch
@@ -162,19 +169,19 @@ def _continue(self: Dispatch, r: Rollout, ids: list[int]) -> Continue:
 
 # %% ../../nbs/scheduling/08_dispatch.ipynb #593f5c85
 @patch
-def _refill(self: Dispatch) -> list[Command]:
+def _refill(self: Dispatch, total: int) -> list[Command]:
     "New groups, and what is pending, for rollouts that have room at the version that they would take now"
     size, more, fresh, s = self.config.algorithm.group_size, defaultdict(list), self._fresh(), self.situation()
     if not fresh and not self.permits(): return []
     able = [r for r in self.fleet.rollouts.values() if r.running and r.kind == 'train' and not r.draining and r.newer is None
             and r.version == self._version(r, s)]
-    taken = lambda r: r.seats + len(more[r.id])
-    step = self.config.prompts_per_step * size
-    limit = lambda r: self.schedule.wave(r.batch, r.capacity, len(self.fleet.rollouts), step)
-    while able:
-        r = min(able, key=lambda r: taken(r) / limit(r))
-        if not fresh and not self.permits(r.version): break
+    queue = [(r.seats / (limit := self._wave(r, total)), r.id, r.seats, limit) for r in able]
+    heapify(queue)
+    while queue:
+        _, i, taken, limit = heappop(queue)
+        if not fresh and not self.permits(self.fleet.rollouts[i].version): break
         n = len(fresh[0]) if fresh else size
-        if taken(r) + n > limit(r): break
-        more[r.id] += fresh.pop(0) if fresh else self._admit()
+        if taken + n > limit: continue
+        more[i] += fresh.pop(0) if fresh else self._admit()
+        heappush(queue, ((taken + n) / limit, i, taken + n, limit))
     return [self._continue(self.fleet.rollouts[i], ids) for i, ids in more.items() if ids]

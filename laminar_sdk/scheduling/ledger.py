@@ -53,6 +53,10 @@ def place(self: Ledger, trajectory: int, rollout: int, version: int) -> int: # t
     went_on = row.length > 0 and row.rollout != rollout
     self.move(row, 'running', lease=row.lease + 1, rollout=rollout, version=min(version, row.version) if row.length else version,
               finish=None, moves=row.moves + went_on)
+    group = self.groups[row.group]
+    if group.kind == 'train' and not 0 <= group.version <= row.version:
+        group.version = row.version
+        self.touch(group)
     return row.lease
 
 @patch

@@ -311,11 +311,15 @@ def status(self: RolloutManager) -> dict[str, Any]:
                 counts={k: b.counts(k) for k in ('train', 'eval')}, stale_reports=b.stale_reports, stale_answers=self.outcomes.stale_answers,
                 paused=self.paused, ended=self.ended, actor_waits=self.batches.asked is not None,
                 evaluations=dict(open=len(self.evals.open), due=len(self.evals.due)), schedule=self.dispatch.schedule.name,
-                repack=dict(on=self.moves.on and self.dispatch.schedule.repacks, every=self.moves.every, plans=self.moves.made, moving=len(self.moves.under_way),
-                            looks_with_idle=self.moves.seen[0], looks_with_two_of_a_version=self.moves.seen[1]),
-                rollouts={r.id: dict(host=r.host, version=r.held, wave=r.wave, wave_version=r.version, kind=r.kind, running=len(r.running), batch=r.batch, draining=r.draining,
-                                     kv_used=r.kv_used, engine_running=r.engine_running, engine_waiting=r.engine_waiting)
-                          for r in self.fleet.rollouts.values()})
+                repack=dict(on=self.moves.on and self.dispatch.schedule.repacks, every=self.moves.every, plans=self.moves.made,
+                            moving=len(self.moves.under_way), looks_with_idle=self.moves.seen[0], looks_with_two_of_a_version=self.moves.seen[1]),
+                rollouts=self._rollouts())
+
+@patch
+def _rollouts(self: RolloutManager) -> dict[int, dict]:
+    return {r.id: dict(host=r.host, version=r.held, wave=r.wave, wave_version=r.version, kind=r.kind, running=len(r.running), batch=r.batch,
+                       draining=r.draining, kv_used=r.kv_used, engine_running=r.engine_running, engine_waiting=r.engine_waiting)
+            for r in self.fleet.rollouts.values()}
 
 # %% ../../nbs/scheduling/11_manager.ipynb #ca2bf2d6
 @patch

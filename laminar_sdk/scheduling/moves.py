@@ -14,7 +14,7 @@ from fastcore.basics import patch
 from ..core.config import RunConfig
 from ..core.events import RepackDone, Repacked
 from .commands import Abort, Command, Continue, Placement, Tell
-from .fleet import Fleet, Rollout
+from .fleet import Fleet
 from .ledger import Ledger, TrajectoryRow
 from .repack import Look, Shift, idle, plan
 

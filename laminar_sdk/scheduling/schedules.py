@@ -21,7 +21,7 @@ class Situation:
     trained: int # steps
     size: int # groups that a step consumes
     newest: int = -1 # version that exists
-    generating: tuple[int, ...] = () # versions at which rollouts are generating for the actor now, ascending
+    generating: tuple[int, ...] = () # versions at which rollouts are generating for the actor now, ascending; where the schedule asks
 
 # %% ../../nbs/scheduling/05_schedules.ipynb #f468aa4e
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Laminar:
     refill: bool = False # whether a wave is topped up while it runs
     mixes: bool = False # whether tokens of several versions may stand in one answer
     newer: str = 'finish' # what a rollout does when a newer version arrives: finish | interrupt | switch
+    together: bool = False # whether it asks at which versions others generate
     repacks: bool = True
 
     def admits(self, s: Situation) -> int: # groups
@@ -48,11 +49,11 @@ class Laminar:
     def wave(self,
              batch: int, # B of the rollout
              capacity: int, # trajectories that its engine runs at once
-             rollouts: int, # that are alive
+             total: int, # B of all that are alive
              step: int # trajectories that one step consumes
             ) -> int: # trajectories
         "The size of a wave"
-        return max(1, min(batch, ceil(step / max(1, rollouts))))
+        return max(1, min(batch, ceil(step * batch / max(batch, total))))
 
 # %% ../../nbs/scheduling/05_schedules.ipynb #37f14df9
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Lockstep(Laminar):
     name: str = 'sync'
     refill: bool = True # within the batch
     repacks: bool = False
+    together: bool = True
     ahead: int = 0 # batches that may be generated before the actor's step
     barrier: bool = True # a batch begins when the one before is generated
 
@@ -76,8 +78,8 @@ class Lockstep(Laminar):
         if oldest < s.newest and not self.barrier: return None # the switch waits for the last answer
         return oldest if oldest == held or oldest in ready else None
 
-    def wave(self, batch: int, capacity: int, rollouts: int, step: int) -> int:
-        return max(1, min(capacity, ceil(step / max(1, rollouts))))
+    def wave(self, batch: int, capacity: int, total: int, step: int) -> int:
+        return max(1, min(capacity, ceil(step * batch / max(batch, total))))
 
 # %% ../../nbs/scheduling/05_schedules.ipynb #e5c5626f
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class Mixing(Laminar):
     newer: str = 'interrupt'
     repacks: bool = False
 
-    def wave(self, batch: int, capacity: int, rollouts: int, step: int) -> int: return capacity
+    def wave(self, batch: int, capacity: int, total: int, step: int) -> int: return capacity
 
 # %% ../../nbs/scheduling/05_schedules.ipynb #d17805c3
 SCHEDULES = {s.name: s for s in (Laminar(), Lockstep(), Lockstep('one_step', ahead=1), Lockstep('stream', ahead=1, barrier=False),

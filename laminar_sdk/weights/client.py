@@ -13,6 +13,7 @@ from typing import Any, Mapping
 from ..core.errors import ClusterError, RunError
 from . import wire
 from .layout import Layout, Manifest, dtype_name, verify, views
+from .parts import Part
 from .segments import attach
 from .wire import Line
 from .writer import Draft, Writer, copy_into
@@ -60,8 +61,10 @@ class PublishReport(msgspec.Struct, frozen=True):
     version: int
     stall_s: float  # all of it
     copy_s: float   # of that, the casting copy
-    nbytes: int
+    nbytes: int     # that this process wrote
     stranded: bool = False # the relay has died meanwhile: the version waits in our memory for the next one, `writer.sealed.hand_to`
+    wait_s: float = 0. # of the stall, until there was memory to write: nearly 0 unless we publish faster than the host can follow
+    cpu_s: float = 0.  # processor time of this thread in it: the stall, where nobody else wants the processor
 
 class RelayClient:
     "The relay of this host, for an actor (`publish`) and for rollouts (`pull`). Threads may share one"
@@ -84,9 +87,16 @@ class RelayClient:
     def follow(self, old: 'RelayClient' # of a relay of this host that has died
               ):
         "Take over from it: what it published last can still be handed over, and memory is taken ahead"
-        self.writer.sealed, self.layout = old.writer.sealed, old.layout
+        self.writer.sealed, self.writer.part, self.layout = old.writer.sealed, old.writer.part, old.layout
         if self.layout and self.writer.ahead is None: self.writer.prepare(self.layout)
         old.close()
+
+    def share(self,
+              layout: Layout, # of the whole image, the same for all ranks: `Layout.of` takes (dtype, shape) pairs as well as tensors
+              part: Part      # what this rank has of it
+             ):
+        "We are one of several ranks; from now on `publish` takes our own tensors, of the shapes of our part"
+        self.layout, self.writer.part = layout, part
 
     def publish(self,
                 version: int,             # newer than any before
@@ -96,7 +106,7 @@ class RelayClient:
                ) -> PublishReport:
         "Copy, cast, and go on; the relay does the rest"
         with self.lock:
-            started = time.perf_counter()
+            started, cpu = time.perf_counter(), time.thread_time()
             draft = self.begin(self.layout or Layout.of(named, dtype=self.dtype))
             try:
                 if any(x.is_cuda for x in named.values()): draft.pin()
@@ -107,7 +117,7 @@ class RelayClient:
                 raise
             copied = time.perf_counter()
             stranded = not self._sealed(draft, version, step, incarnation)
-            return PublishReport(version, time.perf_counter() - started, copied - ready, draft.layout.nbytes, stranded)
+            return PublishReport(version, time.perf_counter() - started, copied - ready, draft.own.nbytes, stranded, ready - started, time.thread_time() - cpu)
 
     def _sealed(self, draft, *sealing): # False: the relay is gone
         try: draft.seal(*sealing)

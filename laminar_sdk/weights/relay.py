@@ -6,14 +6,15 @@
 __all__ = ['log', 'Door', 'LocalListener', 'Relay', 'Order', 'obey', 'main']
 
 # %% ../../nbs/weights/02_relay.ipynb #e0d30530
-import argparse, json, logging, msgspec, queue, signal, sys, threading
+import argparse, json, logging, msgspec, os, queue, signal, sys, threading
 from contextlib import suppress
 from fastcore.basics import patch
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Union
 from ..core.errors import ClusterError, ConfigError, LaminarError
+from .courier import Courier, PartOffer, Reception
 from .layout import Manifest
-from .push import Inbox, Link
+from .push import Ask, Inbox, Link, Offer, hear, lend
 from .service import Service
 from .store import Failure, Shelf
 from .transport import Limits, Tcp, Transport
@@ -77,6 +78,8 @@ class Relay:
         self.events = queue.SimpleQueue()
         self.shelf = Shelf(keep, max_bytes, self.events.put)
         self.inbox, self.links, self.doors, self.visitors = Inbox(self.shelf, limits), {}, [], set()
+        self.courier = Courier(self.shelf, self.transport, limits)
+        self.reception = Reception(self.courier.gathering, limits)
         self.address, self.lock, self.slots = None, threading.Lock(), threading.BoundedSemaphore(limits.strangers)
 
     def __repr__(self): return f'Relay({self.host_name!r}, {self.socket_path}, {self.address}, versions {self.shelf.stats()["versions"]})'
@@ -97,6 +100,7 @@ def start(self: Relay) -> Relay:
             self.doors.pop().close()
             raise
         threading.Thread(target=self._tell, name='laminar-events', daemon=True).start()
+        self.courier.start()
         return self
 
 @patch
@@ -113,6 +117,8 @@ def stop(self: Relay):
         self.doors = []
         for link in self.links.values(): link.stop()
         self.shelf.close()
+        self.courier.stop()
+        self.courier.gathering.wake()
         for visitor in list(self.visitors): visitor.close()
     for link in self.links.values(): link.join(2)
     self.events.put(None)
@@ -123,7 +129,8 @@ def _local(self: Relay, knock):
     if not same_user(knock):
         self.shelf.report(Failure('stranger', 'a process of another user at the local socket'))
         return shut(knock)
-    service = Service(self.shelf, knock)
+    with suppress(OSError): os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0)) # this thread alone; a sandbox that forbids it costs a millisecond
+    service = Service(self.shelf, knock, self.courier)
     self._serve(service.line, service.run)
 
 @patch
@@ -132,8 +139,17 @@ def _peer(self: Relay, knock):
     try: channel = self.transport.welcome(knock)
     except (OSError, LaminarError) as e: return self.shelf.report(Failure('stranger', e.message if isinstance(e, LaminarError) else str(e)), every_s=1.)
     finally: self.slots.release()
-    try: self._serve(channel, lambda: self.inbox.serve(channel))
+    try: self._serve(channel, lambda: self._hear(channel))
     except (OSError, LaminarError) as e: self.shelf.report(Failure('receive', str(e), peer=channel.peer))
+
+_first = msgspec.msgpack.Decoder(Union[Offer, PartOffer, Ask])
+
+@patch
+def _hear(self: Relay, channel):
+    "What a peer came for"
+    said = hear(channel, _first, self.limits.max_frame, self.limits.handshake_s)
+    if isinstance(said, Ask): lend(channel, self.shelf, said, self.limits)
+    else: (self.inbox if isinstance(said, Offer) else self.reception).serve(channel, said)
 
 @patch
 def _serve(self: Relay, visitor, work):
@@ -173,6 +189,12 @@ def set_peers(self: Relay,
         for link in self.links.values(): link.hops = hops
 
 @patch
+def set_master(self: Relay, address: tuple | None # of the relay where the parts of several ranks are gathered; None: here
+              ):
+    "Bring parts there"
+    self.courier.go_to(None if address is None or tuple(address) == self.address else address)
+
+@patch
 def versions(self: Relay) -> list[Manifest]: # oldest first
     "The versions that can be read here"
     return self.shelf.versions()
@@ -194,7 +216,7 @@ def unpin(self: Relay, version: int): self.shelf.unpin(version)
 def stats(self: Relay) -> dict[str, Any]:
     "Memory, versions, failures by kind, peers"
     with self.lock: peers = [link.status() for link in self.links.values()]
-    return self.shelf.stats() | dict(host=self.host_name, clients=len(self.visitors), peers=peers)
+    return self.shelf.stats() | dict(host=self.host_name, clients=len(self.visitors), peers=peers, parts=self.courier.status())
 
 # %% ../../nbs/weights/02_relay.ipynb #bc3f44d2
 def _arguments(args: list[str]):
@@ -225,6 +247,7 @@ class Order(msgspec.Struct, forbid_unknown_fields=True):
     "A line of the input"
     peers: list[str] # host:port of each relay to pass versions on to
     hops: int = 1    # links from here to the last relay
+    master: str = '' # host:port of the relay where parts are gathered; '': here
 
 _order = msgspec.json.Decoder(Order)
 
@@ -237,6 +260,7 @@ def obey(
     try:
         order = _order.decode(line)
         relay.set_peers([_address(p) for p in order.peers], order.hops)
+        relay.set_master(_address(order.master) if order.master else None)
     except (msgspec.MsgspecError, ConfigError) as e: say(error=str(e))
 
 def _say(**facts):
@@ -253,7 +277,7 @@ def main(
     for s in (signal.SIGTERM, signal.SIGINT): signal.signal(s, lambda *_: ended.set())
     relay = Relay(a.name, a.socket, _address(a.listen), _secret(a.secret_file), a.keep, a.keyframe_every, a.max_bytes,
                   on_version=lambda m, s, n: say(version=m.version, checksum=m.checksum, seconds=s, wire_bytes=n),
-                  on_failure=lambda f: say(failure=f.what, version=f.version, reason=f.reason))
+                  on_failure=lambda f: say(failure=f.what, version=f.version, reason=f.reason, peer=f.peer))
     with relay:
         relay.set_peers([_address(p) for p in a.peer])
         say(address=relay.address, socket=a.socket)

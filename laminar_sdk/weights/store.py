@@ -104,7 +104,7 @@ def collect(self: VersionStore) -> list[Image]:
 # %% ../../nbs/weights/01b_store.ipynb #718ef659
 class Failure(msgspec.Struct, frozen=True):
     "Something that went wrong and was refused, cut off or survived"
-    what: str            # "seal", "push", "receive", "stranger", "local", "callback"
+    what: str            # "seal", "gather", "part", "push", "link", "receive", "stranger", "local", "callback"
     reason: str
     version: int = -1    # -1: none in particular
     peer: str = ''       # whose fault, as far as known

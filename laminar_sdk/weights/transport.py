@@ -47,6 +47,7 @@ class Limits:
     strangers: int = 32        # connections at a time
     backoff_s: float = 2.      # at most, between tries to reach a peer
     probe_s: float = 5.        # a peer is offered the newest version at least so often
+    broken_s: float = 1.       # of failures, with the whole version here: the link is said to be broken
 
 # %% ../../nbs/weights/03_transport.ipynb #768ef12f
 GREETING, NONCE, MAC = b'laminar\x01', 32, 32

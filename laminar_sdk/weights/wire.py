@@ -17,6 +17,7 @@ from typing import Any, Union
 from ..core import errors
 from ..core.errors import ClusterError, ConfigError, IntegrityError, LaminarError, ResourceError
 from .layout import Layout, Manifest
+from .parts import Part
 from .store import VersionInfo
 
 # %% ../../nbs/weights/01c_wire.ipynb #7c62b2a0
@@ -24,8 +25,9 @@ class Message(msgspec.Struct, tag=True, frozen=True):
     "Anything that passes the local socket"
 
 class Acquire(Message):
-    "A writable segment for an image of this layout"
+    "A writable segment for an image of this layout, or for one rank's part of it"
     layout: Layout
+    part: Part | None = None
 
 class Seal(Message):
     "The segment is written; publish it. No answer"
@@ -39,11 +41,13 @@ class Abandon(Message):
     segment: int
 
 class Adopt(Message):
-    "An image that another relay of this host published before it died; its descriptor comes along"
+    "An image that another relay of this host published before it died, or a rank's part of one; its descriptor comes along"
     layout: Layout
     version: int
     step: int
     incarnation: int
+    part: Part | None = None
+    packed: bool = False # the memory holds the part alone, not the image
 
 class Open(Message):
     "A version to read"
@@ -73,6 +77,7 @@ class Acquired(Message):
     newest: int       # version
     yours: list[int]  # the segments of this writer that still exist; other mappings of it can go
     refused: str      # why the last seal was refused; '' if it was not
+    packed: bool = False # it is for the part alone, not for the image
 
 class Opened(Message):
     "A version, held for this connection; its descriptor comes along"

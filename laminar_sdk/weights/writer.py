@@ -12,25 +12,33 @@ from typing import Any, Mapping, NamedTuple
 from ..core.errors import ClusterError, ConfigError, RunError
 from . import wire
 from .layout import Layout, views
+from .parts import Part, packed
 from .segments import Segment, attach
 from .wire import Connection, Line
 
 # %% ../../nbs/weights/03c_writer.ipynb #1a23da76
 class Draft:
     "A writable image, not yet published"
-    def __init__(self, writer: 'Writer', line: Connection, acquired: wire.Acquired, memory: mmap.mmap, layout: Layout, fd: int):
+    def __init__(self, writer: 'Writer', line: Connection, acquired: wire.Acquired, memory: mmap.mmap, layout: Layout, fd: int, part: Part | None = None):
         self.fd = os.dup(fd) # what is written here can be handed to another relay when this one dies
         weakref.finalize(self, os.close, self.fd).atexit = False
         self.writer, self.line, self.segment, self.memory, self.layout = writer, line, acquired.segment, memory, layout
+        self.part, self.packed = part, acquired.packed
+        self.own = layout if part is None else packed(part, layout) # what this process writes
         self._views, self._pinned = None, False
 
     @property
-    def buffer(self) -> memoryview: return memoryview(self.memory)[:self.layout.nbytes]
+    def buffer(self) -> memoryview: return memoryview(self.memory)[:(self.own if self.packed else self.layout).nbytes]
 
     def views(self) -> dict[str, Any]:
         "Name → torch tensor over the shared memory; write here"
-        if self._views is None: self._views = views(self.memory, self.layout)
+        if self._views is None: self._views = self._boxes()
         return self._views
+
+    def _boxes(self):
+        if self.part is None or self.packed: return views(self.memory, self.own)
+        whole = views(self.memory, self.layout)
+        return {s.name: whole[s.name][s.box] for s in self.part.slices}
 
     def pin(self):
         "Page-lock the mapping for copies from the device. Needs a GPU"
@@ -65,7 +73,8 @@ class Sealed(NamedTuple):
                 path: Any # the socket of another relay of this host
                ) -> int: # the newest version there
         "Give the image to a relay that does not have it: no copy, and nothing is written"
-        line, image = Line(path), wire.Adopt(self.draft.layout, self.version, self.step, self.incarnation)
+        d = self.draft
+        line, image = Line(path), wire.Adopt(d.layout, self.version, self.step, self.incarnation, d.part, d.packed)
         try: return line.ask(image, line.timeout_s + image.layout.nbytes/5e8, self.draft.fd)[0].version
         finally: line.close()
 
@@ -74,14 +83,14 @@ class Writer:
     "Takes drafts ahead of time, and seals them"
     def __init__(self, line: Line):
         self.line, self.mapped, self.on, self.ahead, self.newest, self.refused = line, {}, None, None, -1, ''
-        self.wanted, self.thread, self.sealed = queue.SimpleQueue(), None, None
+        self.wanted, self.thread, self.sealed, self.part = queue.SimpleQueue(), None, None, None
 
     def begin(self, layout: Layout) -> Draft:
         "A draft for this layout; at once, if one was taken ahead"
         ahead, self.ahead = self.ahead, None
         draft = ahead.result() if ahead else None
         if draft is None or draft.line is None: draft = self._acquire(layout, spare=draft)
-        if draft.layout != layout:
+        if (draft.layout, draft.part) != (layout, self.part):
             self.abandon(draft)
             draft = self._acquire(layout)
         if not self.refused: return draft
@@ -93,16 +102,19 @@ class Writer:
         if version <= self.newest:
             self.abandon(draft)
             raise ConfigError(f'version {version} is refused: the newest is {self.newest}, and versions only go up', 'number it (highest ever issued) + 1')
-        self.sealed = Sealed(draft, version, step, incarnation) # first: if the relay is dead, its successor can be given it
+        before, self.sealed = self.sealed, Sealed(draft, version, step, incarnation) # first: if the relay is dead, its successor can be given it
         try:
             self._tell(wire.Seal(draft.segment, version, step, incarnation), draft)
             self.newest = version
-        finally: self.prepare(draft.layout)
+        finally: self.prepare(draft.layout, draft._views is not None, before)
 
-    def prepare(self, layout: Layout):
+    def prepare(self, layout: Layout,
+                with_views: bool = False, # make its tensors as well
+                before: Sealed | None = None # what nobody needs any more
+               ):
         "Take a draft ahead, in a thread"
         self.ahead = Future()
-        self.wanted.put((self.ahead, layout))
+        self.wanted.put((self.ahead, layout, with_views, before and before.draft))
         if self.thread is None: # one for all: starting a thread waits until it runs, which the actor would pay for
             self.thread = threading.Thread(target=self._take_ahead, name='laminar-ahead', daemon=True)
             self.thread.start()
@@ -115,9 +127,13 @@ class Writer:
         if draft.line is not None: self._tell(wire.Abandon(draft.segment), draft)
 
     def _take_ahead(self):
-        for ahead, layout in iter(self.wanted.get, None):
-            try: ahead.set_result(self._relays_or_own(layout))
+        for ahead, layout, with_views, before in iter(self.wanted.get, None):
+            try:
+                draft = self._relays_or_own(layout)
+                if with_views: draft.views()
+                ahead.set_result(draft)
             except Exception as e: ahead.set_exception(e) # raised at the next begin
+            del ahead, before # here, not when the next one is asked for
 
     def close(self):
         self.wanted.put(None) # ends the thread, after what it is doing
@@ -127,12 +143,13 @@ class Writer:
     def _relays_or_own(self, layout):
         try: return self._acquire(layout)
         except ClusterError:
-            own = Segment(layout.nbytes)
-            return Draft(self, None, wire.Acquired(-1, own.nbytes, self.newest, [], ''), own.memory, layout, own.fd)
+            own = Segment((layout if self.part is None else packed(self.part, layout)).nbytes)
+            return Draft(self, None, wire.Acquired(-1, own.nbytes, self.newest, [], '', self.part is not None), own.memory, layout, own.fd, self.part)
 
     def _acquire(self, layout: Layout, spare: Draft | None = None # what to take if there is no relay
                 ) -> Draft:
-        try: acquired, fd, line = self.line.ask(wire.Acquire(layout), self.line.timeout_s + layout.nbytes/5e7) # new memory takes its time
+        patience_s = self.line.timeout_s + layout.nbytes/5e7 + 90*(self.part is not None) # new memory takes its time, and other ranks do
+        try: acquired, fd, line = self.line.ask(wire.Acquire(layout, self.part), patience_s)
         except ClusterError:
             if spare is None: raise
             return spare
@@ -140,8 +157,8 @@ class Writer:
             if line is not self.on: self.on, self.mapped = line, {} # another relay: its segments are others, whatever their numbers
             self.mapped = {id: d for id, d in self.mapped.items() if id in acquired.yours}
             draft = self.mapped.get(acquired.segment)
-            if draft is None or draft.layout != layout:
-                draft = Draft(self, line, acquired, draft.memory if draft else attach(fd, acquired.nbytes, writable=True), layout, fd)
+            if draft is None or (draft.layout, draft.part) != (layout, self.part):
+                draft = Draft(self, line, acquired, draft.memory if draft else attach(fd, acquired.nbytes, writable=True), layout, fd, self.part)
         finally: os.close(fd)
         self.mapped[acquired.segment], self.newest, self.refused = draft, acquired.newest, acquired.refused
         if self.refused: self.sealed = None # it was not published
