@@ -28,7 +28,7 @@ class Load:
     "How much there is to know"
     rollouts: int = 64
     running: int = 20 # trajectories on each
-    completions: float = 500. # a second, on all
+    completions: float = 640. # a second, on all, if no interval were cut short by an end
     tokens_per_s: float = 25. # of one trajectory
     seconds: float = 10. # of the run that is measured
     ray_call_s: float = .0008 # CPU of one call, measured elsewhere; added to the total
@@ -47,8 +47,8 @@ class Play:
         from laminar_sdk.data.journal import Journal
         from laminar_sdk.tape import Tape, header
         self.load, self.rng, self.cpu, self.n = load, np.random.default_rng(0), 0., dict(messages=0, pieces=0, completions=0, nbytes=0, tokens=0)
-        config = RunConfig(name='bench', model='m', steps=1_000_000, prompts_per_step=64, algorithm=GRPO(group_size=8), max_groups=64 + load.rollouts * load.running,
-                           schedule='partial') # its waves are refilled: everybody is busy all the time
+        config = RunConfig(name='bench', model='m', steps=1_000_000, prompts_per_step=64, algorithm=GRPO(group_size=8),
+                           max_groups=64 + load.rollouts * load.running, schedule='partial') # its waves are refilled: everybody is busy all the time
         self.manager = RolloutManager(config, 100_000)
         (folder/'events').mkdir()
         self.journal, self.tape = Journal(folder/'ledger.sqlite'), Tape(folder/'events', header(config))
@@ -64,8 +64,9 @@ class Play:
             elif isinstance(c, cm.ScoreGroup): self.score.append(c)
 
     def _length(self) -> int: # so that the completions of all come to what was asked for
-        mean = self.load.rollouts * self.load.running * self.load.tokens_per_s / self.load.completions
-        return 1 + int(self.rng.exponential(mean))
+        load = self.load
+        mean = load.rollouts * load.running * load.tokens_per_s / load.completions - load.tokens_per_s * load.interval_s / 2 # the last interval is not full
+        return 1 + int(self.rng.exponential(max(1., mean)))
 
 # %% ../nbs/10g_bench_control.ipynb #625aae3b
 @patch
@@ -88,8 +89,8 @@ async def take(self: Play, blob: bytes):
     r = decode_report(blob)
     pieces = [p for p in r.pieces if self.manager.accepts(r.rollout, p.trajectory, p.lease)]
     msgspec.msgpack.encode(pieces)
-    await self.pipeline.feed(*r.events, ev.Progress(r.rollout, [p.trajectory for p in pieces], [p.lease for p in pieces], [p.first + len(p.ids) // 4 for p in pieces],
-                                                    [p.finish for p in pieces], r.kv_used, r.running, r.waiting, r.load, r.tokens_per_s))
+    ids, leases, lengths = [p.trajectory for p in pieces], [p.lease for p in pieces], [p.first + len(p.ids) // 4 for p in pieces]
+    await self.pipeline.feed(ev.Progress(r.rollout, ids, leases, lengths, [p.finish for p in pieces], r.kv_used, r.running, r.waiting, r.load, r.tokens_per_s))
     n = self.n
     n['messages'], n['pieces'], n['completions'] = n['messages'] + 1, n['pieces'] + len(pieces), n['completions'] + sum(p.finish is not None for p in pieces)
     n['nbytes'], n['tokens'] = n['nbytes'] + len(blob), n['tokens'] + sum(len(p.ids) // 4 for p in pieces)
@@ -107,7 +108,7 @@ async def interval(self: Play, now: float):
     "All rollouts report once, what is complete is scored and trained"
     blobs = [self.blob(i) for i in self.flying]
     await self.counted(*(self.take(b) for b in blobs), self.pipeline.feed(ev.Tick(now)))
-    scored = [ev.GroupScored(c.group, {t: 1. for t in c.trajectories}, {}, {t: 20 for t in c.trajectories}, '', dict(zip(c.trajectories, c.leases))) for c in self.score]
+    scored = [ev.GroupScored(c.group, dict.fromkeys(c.trajectories, 1.), leases=dict(zip(c.trajectories, c.leases))) for c in self.score]
     self.score.clear()
     await self.counted(self.pipeline.feed(*scored))
     m = self.manager

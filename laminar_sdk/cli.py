@@ -262,7 +262,7 @@ def bench_delta(lr: str = typer.Option('1e-6,1e-5,1e-4', help='Learning rates.')
 
 @bench.command('control')
 def bench_control(rollouts: str = typer.Option('64,512', help='Of each row.'), running: int = typer.Option(20, min=1, help='Trajectories on each.'),
-                  completions: float = typer.Option(7.8, min=.01, help='That end in a second, on each.'), seconds: float = typer.Option(10., help='Of the load.'),
+                  completions: float = typer.Option(10.5, min=.01, help='That end in a second, on each.'), seconds: float = typer.Option(10., help='Of the load.'),
                   as_json: bool = JSON):
     "CPU time of the coordinator for many rollouts that report."
     from laminar_sdk import bench_control as b

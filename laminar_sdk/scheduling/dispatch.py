@@ -179,9 +179,9 @@ def _refill(self: Dispatch, total: int) -> list[Command]:
     heapify(queue)
     while queue:
         _, i, taken, limit = heappop(queue)
-        if not fresh and not self.permits(self.fleet.rollouts[i].version): break
         n = len(fresh[0]) if fresh else size
         if taken + n > limit: continue
+        if not fresh and not self.permits(self.fleet.rollouts[i].version): break
         more[i] += fresh.pop(0) if fresh else self._admit()
         heappush(queue, ((taken + n) / limit, i, taken + n, limit))
     return [self._continue(self.fleet.rollouts[i], ids) for i, ids in more.items() if ids]
