@@ -50,6 +50,7 @@ class Coordinator(Doing, ToRollouts, ToOthers, Ending, Shell):
         self.sockets, self.heard, self.batches, self.given, self.table = {}, {}, {}, {}, Table()
         self.data, self.manager, self.pipeline, self.asked, self.first_scored = None, None, None, time.monotonic(), None
         self.barren = 0 # steps in a row without an update
+        self.partial, self.asking = {}, None # what the partial response pool held when it was last asked
         self.publish_to = '' # socket of the actor's relay, as last known
         self.supervisor = Supervisor(self.config.name, hopeless=self._hopeless) # a child that cannot be brought up ends the run
         self.tier = Tier(self)
@@ -129,6 +130,7 @@ async def _watch(self: Coordinator):
         await self.feed(ev.Tick(self.tape.now()))
         if self.tape.now() < second: continue
         second = self.tape.now() + 1.
+        if self.state == 'running': self.tape.append('run', self.manager.seen())
         self.tier.feed(ev.RelayTick)
         for i, t in list(self.heard.items()):
             if time.monotonic() - t > self.plan.trust_s:
@@ -268,9 +270,19 @@ async def status(self: Coordinator) -> dict:
     self.asked = time.monotonic()
     steps = [self.manager.ledger.trained_step] if self.manager else []
     family = {c.label: dict(up=c.is_up, restarts=c.restarts, pid=c.pid) for c in self.supervisor.children.values()}
+    if self.data is not None and self.data_there.is_set(): self._ask_partial()
     return dict(name=self.config.name, state=self.state, reason=self.reason, step=max(steps, default=0), steps=self.config.steps,
                 run_dir=str(self.plan.run_dir), t=self.tape.now(), manager=self.manager.status() if self.manager else {},
-                pid=os.getpid(), first_scored_s=self.first_scored, children=family)
+                pid=os.getpid(), first_scored_s=self.first_scored, children=family, partial=self.partial)
+
+@patch
+def _ask_partial(self: Coordinator):
+    "What the partial response pool holds, for the next question: nobody waits for a data actor that may be dying"
+    async def ask():
+        try: self.partial = await self.data.stats.remote()
+        except Exception as e:
+            if not is_death(e): raise
+    if self.asking is None or self.asking.done(): self.asking = asyncio.get_running_loop().create_task(ask())
 
 @patch
 async def events(self: Coordinator, since: int = 0, max_items: int = 1000, wait_s: float = 0.) -> bytes:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .core.config import GRPO, Eval, Sampling
+from .core.config import GRPO, Eval, Repack, Sampling
 from .core.errors import ConfigError, MissingError
 
 # %% ../nbs/08a_run_file.ipynb #6ddc28c5
@@ -59,7 +59,7 @@ class Key:
     @property
     def required(self) -> bool: return self.default is inspect.Parameter.empty
 
-WORDS = dict(replicas='engines', schedule='the only one so far', max_staleness='a bound is not there yet: leave it out',
+WORDS = dict(replicas='engines', schedule='laminar, sync, one_step, stream, partial or inflight', max_staleness='published versions; left out: no bound',
              seed='of the order of prompts and of sampling', start_timeout_s='of an engine', load_timeout_s='of new weights into an engine', gpus='left out: what the machine has', object_store_bytes="of Ray's shared memory", engine="'vllm', or 'emulated': random answers, for trying",
              keep='the engines outlive the run', temperature='0: greedy, for evaluation only', top_p='below 1 for evaluation only', lr='learning rate',
              clip_low='lower clip of the ratio', clip_high='upper clip of the ratio', grad_clip='of the global gradient norm', weight_decay='of AdamW',
@@ -95,7 +95,7 @@ def sections(engine: str = 'vllm') -> dict[str, dict[str, Key]]:
     from laminar_sdk.trainer import Trainer
     pool = arguments(RolloutPool.__init__, 'cluster model relays repack')
     return dict(cluster=arguments(Cluster.local, ''), relays=arguments(RelayTier.__init__, 'cluster'), pool=pool | engine_options(engine),
-                algorithm=fields(GRPO), trainer=arguments(Trainer.__init__, 'cluster model relays algorithm'),
+                repack=fields(Repack), algorithm=fields(GRPO), trainer=arguments(Trainer.__init__, 'cluster model relays algorithm'),
                 sampling=fields(Sampling), eval=fields(Eval), fit=arguments(Trainer.fit, 'pool sampling eval'))
 
 def describe() -> str:
@@ -184,6 +184,7 @@ def load(path: Path) -> dict:
         if section in c: _check_prompts(path, section, c[section].get('prompts'))
     describe_model(c['model'])
     if 'eval' in c: c['eval'] = Eval(**c['eval'])
+    if 'repack' in c: c['pool'] = c.get('pool', {}) | dict(repack=Repack(**c.pop('repack')))
     return c | dict(algorithm=GRPO(**c.get('algorithm', {})), sampling=Sampling(**c.get('sampling', {})))
 
 def _check_prompts(path, section, prompts):

@@ -306,6 +306,13 @@ def test_tails_are_packed_and_nothing_of_them_is_lost():
     assert not [e for e in still.told if isinstance(e, ev.Repacked)]
 
 
+def test_answers_that_alone_exceed_the_kv_budget_still_come_to_their_end():
+    "A cache of 40 tokens, answers of up to hundreds: they cannot be moved, and nothing waits for it"
+    world = World(config(steps=6), seed=2, kv_tokens=40, repack_every=.5, faults=('rollout',), fault_every=5., calm_at=30.).run()
+    trained_once(world)
+    assert all(max(e.kv_after) <= .9 for e in world.told if isinstance(e, ev.Repacked))
+
+
 def test_two_thousand_prompts_each_once():
     "A fixed set, run to its end: each prompt is trained on exactly once, also under a bound on staleness and with rollouts that die"
     world = World(config(steps=125, prompts_per_step=16, algorithm=GRPO(group_size=1), max_staleness=2, checkpoint_every=10), n_prompts=2000, rollouts=6,

@@ -96,7 +96,7 @@ class Repack(Config):
     on: bool = True # False: every rollout finishes what it has begun
     every: float = Field(5.0, gt=0) # s between looks
     batch: int | None = Field(None, ge=1) # B, the knee of the decode roofline; None = measured
-    kv_max: float | None = Field(None, gt=0, le=1) # C_max as a fraction of the KV cache; None = measured
+    kv_max: float | None = Field(None, gt=0, le=1) # C_max as a fraction of the KV cache; None = 0.9 (what grows until the next look is counted on top)
 
 class RunConfig(Config):
     "A whole run, as written to config.json"

@@ -8,7 +8,7 @@ __all__ = ['Recorded', 'encode_record', 'decode_record', 'decode_records', 'Even
            'ActorJoined', 'ActorLost', 'BatchAsked', 'StepTrained', 'CheckpointSaved', 'Paused', 'Resumed', 'StopAsked',
            'EvalAsked', 'RepackSet', 'ScaleAsked', 'DrainAsked', 'Restarted', 'Tick', 'RelayTold', 'RelayJoined',
            'RelayGone', 'RelayHeard', 'LinkFailed', 'VersionSealed', 'SealGone', 'RelayTick', 'StepDone', 'EvalDone',
-           'Repacked', 'RepackDone', 'Notice', 'RunEnded', 'Record']
+           'PoolSeen', 'Repacked', 'RepackDone', 'Notice', 'RunEnded', 'Record']
 
 # %% ../../nbs/core/03_events.ipynb #02dfd33a
 from typing import Any, Union
@@ -231,6 +231,13 @@ class EvalDone(Event, frozen=True):
     n: int
     length_median: float = 0.
     length_p99: float = 0.
+
+class PoolSeen(Event, frozen=True):
+    "How all rollouts are, about once a second; parallel lists"
+    rollout: list[int]
+    version: list[int] # of the wave; −1 = none
+    running: list[int] # trajectories
+    kv_used: list[float] # fraction of the KV cache
 
 class Repacked(Event, frozen=True):
     "A repack plan, as it was decided; parallel lists, one entry a move of a whole rollout's tail"

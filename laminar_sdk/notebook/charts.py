@@ -10,16 +10,20 @@ __all__ = ['BLUE', 'ORANGE', 'GREEN', 'RED', 'GREY', 'TITLES', 'TRACES', 'MAX_PO
 from typing import Any
 
 from ..core import events as ev
+from .lanes import Lanes
 
 # %% ../../nbs/notebook/01_charts.ipynb #f3bb5371
 class Series:
     "Columns of numbers by step, grown by records"
 
-    def __init__(self): self.steps, self.evals, self.notices, self.state, self.t, self.seq = [], [], [], 'starting', 0., 0
+    def __init__(self):
+        self.steps, self.evals, self.notices, self.state, self.t, self.seq = [], [], [], 'starting', 0., 0
+        self.lanes = Lanes()
 
     def on(self, record: ev.Record):
         "Take an observation in, once"
         if record.seq <= self.seq: return
+        self.lanes.on(record)
         self.seq, self.t, e = record.seq, record.t, record.event
         self.state = 'running' if self.steps or self.state != 'starting' else 'starting' # also after an end: it was resumed
         if isinstance(e, ev.StepDone):

@@ -10,6 +10,7 @@ import copy, threading
 from typing import Any
 
 from .charts import Series, figure, headline, notices, thin, values
+from .lanes import lanes_svg, repack_log
 from .svg import picture
 
 EVERY_S = .5 # between two updates
@@ -24,7 +25,8 @@ class Dashboard:
         self.run, self.series, self.steps, self.over, self.frozen = run, Series(), None, threading.Event(), False
         self.head, self.foot = w.HTML(headline(run.name, self.series)), w.HTML()
         self.figure = figure(self.series, widget=True)
-        self.box = w.VBox([self.head, self.figure, self.foot])
+        self.lanes, self.log = w.HTML(), w.HTML()
+        self.box = w.VBox([self.head, self.figure, self.lanes, self.log, self.foot])
         self.handles, self.drawn, self.lock = [], 0, threading.Lock()
         self.thread = threading.Thread(target=self._follow, name=f'dashboard {run.name}', daemon=True)
         self.thread.start()
@@ -47,6 +49,7 @@ class Dashboard:
     def draw(self):
         "Show what the series holds"
         self.head.value, self.foot.value = headline(self.run.name, self.series, self.steps), notices(self.series)
+        self.lanes.value, self.log.value = lanes_svg(self.series.lanes), repack_log(self.series.lanes)
         with self.figure.batch_update():
             for trace, (x, y) in zip(self.figure.data, values(self.series)): trace.x, trace.y = thin(x, y)
         _sync(self.figure)
@@ -63,7 +66,7 @@ class Dashboard:
             for handle in self.handles: handle.update(self.snapshot(), raw=True)
         self.foot.value = picture(self.run.name, self.series, self.steps) # for a page that was reloaded: it has lost the handle
         self.box.children = [self.foot]
-        for widget in (self.head, self.figure): widget.close()
+        for widget in (self.head, self.figure, self.lanes, self.log): widget.close()
 
     def snapshot(self) -> dict[str, str]: # by MIME type
         "The present state as a picture, which needs no kernel"

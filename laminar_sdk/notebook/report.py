@@ -14,6 +14,7 @@ from typing import Iterable
 from ..core import events as ev
 from ..core.errors import MissingError
 from .charts import Series, figure, headline, notices
+from .lanes import lanes_svg, repack_log
 
 # %% ../../nbs/notebook/03_report.ipynb #23e1565c
 COLUMNS = ('step', 'reward', 'accuracy', 'staleness_mean', 'staleness_max', 'gen_tokens_per_s', 'tokens_per_s', 'length_median', 'length_p99',
@@ -37,7 +38,7 @@ def html(name: str, config: dict, records: Iterable[ev.Record]) -> str:
     for r in records: series.on(r)
     return (f'<!doctype html><meta charset="utf-8"><title>{escape(name)}</title><style>{_STYLE}</style><h1>{escape(name)}</h1>'
             f'<p>{headline(name, series, config.get("steps"))}</p>{figure(series).to_html(full_html=False, include_plotlyjs=True)}'
-            f'<h2>What was said</h2>{notices(series, 1000)}<h2>Steps</h2>{step_table(series)}'
+            f'<h2>Rollouts</h2>{lanes_svg(series.lanes, None) or "nothing was recorded"}{repack_log(series.lanes, 1000)}<h2>What was said</h2>{notices(series, 1000)}<h2>Steps</h2>{step_table(series)}'
             f'<h2>Configuration</h2><pre>{escape(json.dumps(config, indent=1))}</pre>')
 
 def write_report(run_dir: str | Path, # of a run, alive or over

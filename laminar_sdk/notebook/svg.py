@@ -10,6 +10,7 @@ import math
 from html import escape, unescape
 import re
 
+from .lanes import drawing
 from .charts import BLUE, TITLES, TRACES, Series, headline, thin, values
 
 WIDTH, HEIGHT, LEFT, TOP = 480, 210, 48, 44 # of a chart, and its margins; pixels
@@ -63,17 +64,19 @@ def _curve(style: dict, points: list[tuple[float, float]]) -> str:
 # %% ../../nbs/notebook/01a_svg.ipynb #301fa6ce
 def picture(name: str, # of the run
             series: Series, steps: int | None = None) -> str: # an SVG document
-    "Headline, four charts and the newest notices"
+    "Headline, four charts, the rollouts' lanes and the newest notices"
     curves = [(chart, name, style, x, y) for (chart, name, _, style), (x, y) in zip(TRACES, values(series))]
     charts = [f'<g transform="translate({i % 2 * WIDTH},{30 + i // 2 * (HEIGHT + 14)})">{chart(i, [c[1:] for c in curves if c[0] == i])}</g>' for i in range(4)]
+    inside, high = drawing(series.lanes)
     bottom = 30 + 2 * (HEIGHT + 14)
+    lanes, bottom = f'<g transform="translate(0,{bottom})">{inside}</g>', bottom + high
     said = [f'<text x="10" y="{bottom + 18 + 16 * i}" font-size="11" fill="#444">{t:.0f} s  {_plain(escape(e.text[:150]))}</text>'
             for i, (t, e) in enumerate(series.notices[-3:])]
     height = bottom + 12 + 16 * len(said)
     top = escape(unescape(re.sub('<[^>]*>', '', headline(name, series, steps))))
     return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{2 * WIDTH}" height="{height}" viewBox="0 0 {2 * WIDTH} {height}" '
             f'font-family="sans-serif" font-size="12" fill="#222"><rect width="100%" height="100%" fill="white"/>'
-            f'<text x="10" y="18" font-size="12.5">{_plain(top)}</text>{"".join(charts)}{"".join(said)}</svg>')
+            f'<text x="10" y="18" font-size="12.5">{_plain(top)}</text>{"".join(charts)}{_plain(lanes)}{"".join(said)}</svg>')
 
 def _plain(text: str) -> str:
     "Without the characters that XML forbids: one of them, and no picture is shown at all"

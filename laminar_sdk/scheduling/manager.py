@@ -53,7 +53,7 @@ class RolloutManager:
     def paused(self) -> bool: return self.ledger.meta.get('paused', False)
 
 # %% ../../nbs/scheduling/11_manager.ipynb #6c3ab45b
-OBSERVATIONS = (ev.StepDone, ev.EvalDone, ev.Notice, ev.RunEnded, ev.Repacked, ev.RepackDone) # events that are meant for people
+OBSERVATIONS = (ev.StepDone, ev.EvalDone, ev.Notice, ev.RunEnded, ev.PoolSeen, ev.Repacked, ev.RepackDone) # events that are meant for people
 
 @patch
 def on(self: RolloutManager, event: ev.Event) -> list[Command]:
@@ -322,6 +322,13 @@ def _rollouts(self: RolloutManager) -> dict[int, dict]:
             for r in self.fleet.rollouts.values()}
 
 # %% ../../nbs/scheduling/11_manager.ipynb #ca2bf2d6
+@patch
+def seen(self: RolloutManager) -> ev.PoolSeen:
+    "How all rollouts are, for those who watch"
+    rs = sorted(self.fleet.rollouts.values(), key=lambda r: r.id)
+    versions = [r.version if r.running and r.version is not None else -1 for r in rs]
+    return ev.PoolSeen([r.id for r in rs], versions, [len(r.running) for r in rs], [round(r.kv_used, 4) if r.running else 0. for r in rs])
+
 @patch
 def check(self: RolloutManager) -> list[str]:
     "Invariants that do not hold; tests call it after every event"
