@@ -129,7 +129,7 @@ async def _watch(self: Coordinator):
         await asyncio.sleep(min(1., moves.every) if moves.on and self.manager.dispatch.schedule.repacks else 1.)
         await self.feed(ev.Tick(self.tape.now()))
         if self.tape.now() < second: continue
-        second = self.tape.now() + 1.
+        second = self.tape.now() + .5
         if self.state == 'running': self.tape.append('run', self.manager.seen())
         self.tier.feed(ev.RelayTick)
         for i, t in list(self.heard.items()):

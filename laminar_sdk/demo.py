@@ -144,7 +144,8 @@ def summary(run, status: dict) -> dict:
     repack = {k: status['manager']['repack'][k] for k in ('plans', 'looks_with_idle', 'looks_with_two_of_a_version')}
     repack |= dict(moved=sum(r.event.moved for r in done), tokens=sum(r.event.tokens for r in done),
                    seconds=float(np.median([r.t - began[r.event.plan] for r in done if r.event.plan in began] or [0.])))
-    return dict(schedule=status['manager']['schedule'], repack=repack, accuracy_before=evals[0].accuracy if evals else None, accuracy_after=evals[-1].accuracy if evals else None, steps=len(rows),
+    return dict(schedule=status['manager']['schedule'], repack=repack,
+                accuracy_before=evals[0].accuracy if evals else None, accuracy_after=evals[-1].accuracy if evals else None, steps=len(rows),
                 staleness_mean=column('staleness_mean').mean(), staleness_max=column('staleness_max').max(),
                 gen_tokens_per_s=np.median(column('gen_tokens_per_s')), train_tokens_per_s=np.median(column('tokens_per_s')),
                 publish_stall_s=np.median(column('publish_stall_s')), memcpy_s=np.median(column('memcpy_s')),
