@@ -49,7 +49,6 @@ class Coordinator(Doing, ToRollouts, ToOthers, Ending, Shell):
         self.ready = asyncio.Event() # the manager exists
         self.sockets, self.heard, self.batches, self.given, self.table = {}, {}, {}, {}, Table()
         self.data, self.manager, self.pipeline, self.asked, self.first_scored = None, None, None, time.monotonic(), None
-        self.barren = 0 # steps in a row without an update
         self.partial, self.asking = {}, None # what the partial response pool held when it was last asked
         self.publish_to = '' # socket of the actor's relay, as last known
         self.supervisor = Supervisor(self.config.name, hopeless=self._hopeless) # a child that cannot be brought up ends the run
@@ -233,21 +232,10 @@ async def step_done(self: Coordinator, incarnation: int, step: int, version: int
     "A step is trained and published"
     if step not in self.table.batches and step in self.manager.ledger.steps: self.table.batch(step, **self.manager.batch_figures(step))
     self.tier.published(version)
-    await self._judge(step, metrics)
     await self.feed(ev.StepTrained(incarnation, step, version, metrics))
+    if self.manager.paused and self.state == 'running': self.state = 'paused' # it has paused itself
     self.tape.append('run', ev.StepDone(step, self.table.row(step, version, self.tape.now(), metrics)))
     self.data.release.remote(self.given.pop(step, []))
-
-@patch
-async def _judge(self: Coordinator, step: int, metrics: dict):
-    "Say that updates were skipped, and pause when nothing else happens any more"
-    if not metrics.get('skipped'): self.barren = 0
-    else:
-        self.barren += not metrics.get('updates')
-        self.note('warning', f"step {step}: {metrics['skipped']} updates skipped, loss or gradients were not finite", 'actor/0')
-        if self.barren >= 3:
-            self.note('error', f'no update for {self.barren} steps in a row: the run is paused; look at rewards and learning rate', 'actor/0')
-            await self.pause()
 
 @patch
 async def checkpoint_saved(self: Coordinator, step: int, name: str):

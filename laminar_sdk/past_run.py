@@ -32,6 +32,11 @@ class PastRun:
         from laminar_sdk.data.recorder import read
         return list(islice(read(self.dir.events/'run', since), max_items))
 
+    def dashboard(self): # a `Replay`
+        "The run's pictures under a slider for its time"
+        from laminar_sdk.notebook.replay import Replay
+        return Replay(self)
+
     def history(self): # a pandas DataFrame
         "One row a step"
         return as_frame(self.events())

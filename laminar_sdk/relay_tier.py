@@ -60,14 +60,15 @@ def socket_folder(run: str # the run's name
 class RelayShell(Shell):
     "Carries one host's relay"
 
-    def __init__(self, run: str, host: int, address: str, secret: bytes, keep: int, keyframe_every: int):
+    def __init__(self, run: str, host: int, address: str, secret: bytes, keep: int, keyframe_every: int, transport: str = 'tcp'):
+        from laminar_sdk.weights.nixl import fitting
         from laminar_sdk.weights.relay import Relay
         self.run, self.host, self.started, self.born, self.beating, self.hosts = run, host, None, time.time_ns(), None, {} # hosts of our peers, by address
         self.coordinator = Peer(actor_name(run, 'coordinator'))
         self.loop = asyncio.get_running_loop()
         self.socket = socket_folder(run)/f'relay-{host}-{os.getpid()}.sock'
         self.relay = Relay(f'host{host}', str(self.socket), listen=(address, 0), secret=secret, keep=keep, keyframe_every=keyframe_every,
-                           on_version=self._verified, on_failure=self._failed)
+                           on_version=self._verified, on_failure=self._failed, transport=fitting(transport, secret))
 
     async def start(self) -> dict:
         "Listen; a second call tells the same again"

@@ -323,11 +323,13 @@ def logs(self: Run, what: str = 'reward', tail: int = 50) -> list[str]:
 
 @patch
 def dashboard(self: Run):
-    "Live widgets: reward, lengths, staleness"
+    "Live widgets: reward, lengths, staleness, rollouts and repacks; of a run that is over, its replay"
     from laminar_sdk.notebook.dashboard import Dashboard
-    self.coordinator # raises when the run is over, or never was
-    self.views.append(view := Dashboard(self))
-    return view
+    def live():
+        self.coordinator # raises when the run is over, or never was
+        self.views.append(view := Dashboard(self))
+        return view
+    return self._ask_or_read('dashboard', live)
 
 @patch(cls_method=True)
 def load(cls: Run, path: str): # a `PastRun`

@@ -502,6 +502,17 @@ def test_some_failures_are_replaced_and_forgiven():
     assert hand.m.dispatch.groups() == dict(in_flight=0, buffered=4, consumed=0) and hand.m.ledger.counts()['failed'] == 16 and not hand.m.ended
 
 
+def test_a_run_that_learns_nothing_any_more_pauses_and_says_why():
+    hand = Hand(steps=9)
+    for step in (1, 2, 3):
+        hand.play()
+        out = hand(ev.BatchAsked(1, step), ev.StepTrained(1, step, hand.m.issue_version(step, 1), dict(skipped=1., updates=0.)))
+        assert hand.m.paused == (step == 3)
+    assert [c.event.level for c in out if isinstance(c, cm.Tell)] == ['warning', 'error']
+    hand(ev.Resumed())
+    assert not hand.m.paused
+
+
 def test_no_wave_and_no_batch_while_paused():
     hand = Hand()
     hand(ev.Paused())

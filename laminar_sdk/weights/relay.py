@@ -14,6 +14,7 @@ from typing import Any, Callable, Union
 from ..core.errors import ClusterError, ConfigError, LaminarError
 from .courier import Courier, PartOffer, Reception
 from .layout import Manifest
+from .nixl import fitting
 from .push import Ask, Inbox, Link, Offer, hear, lend
 from .service import Service
 from .store import Failure, Shelf
@@ -225,6 +226,7 @@ def _arguments(args: list[str]):
     p.add_argument('--secret-file', required=True, type=Path, help='at least 16 random bytes, mode 0600')
     p.add_argument('--listen', default='127.0.0.1:0', help='own address and port for peers')
     p.add_argument('--peer', action='append', default=[], help='host:port to pass versions on to; may be repeated')
+    p.add_argument('--transport', default='tcp', choices=['tcp', 'nixl', 'auto'], help='nixl: optional package; auto: nixl where it is installed and there is an RDMA device')
     p.add_argument('--name', default='relay')
     p.add_argument('--keep', type=int, default=2)
     p.add_argument('--keyframe-every', type=int, default=50, help='deltas in a row, at most; 0: only full images')
@@ -275,9 +277,10 @@ def main(
     "Run a relay until SIGTERM"
     a, ended, say = _arguments(args), threading.Event(), _say
     for s in (signal.SIGTERM, signal.SIGINT): signal.signal(s, lambda *_: ended.set())
-    relay = Relay(a.name, a.socket, _address(a.listen), _secret(a.secret_file), a.keep, a.keyframe_every, a.max_bytes,
+    secret = _secret(a.secret_file)
+    relay = Relay(a.name, a.socket, _address(a.listen), secret, a.keep, a.keyframe_every, a.max_bytes,
                   on_version=lambda m, s, n: say(version=m.version, checksum=m.checksum, seconds=s, wire_bytes=n),
-                  on_failure=lambda f: say(failure=f.what, version=f.version, reason=f.reason, peer=f.peer))
+                  on_failure=lambda f: say(failure=f.what, version=f.version, reason=f.reason, peer=f.peer), transport=fitting(a.transport, secret))
     with relay:
         relay.set_peers([_address(p) for p in a.peer])
         say(address=relay.address, socket=a.socket)

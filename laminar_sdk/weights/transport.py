@@ -50,7 +50,7 @@ class Limits:
     broken_s: float = 1.       # of failures, with the whole version here: the link is said to be broken
 
 # %% ../../nbs/weights/03_transport.ipynb #768ef12f
-GREETING, NONCE, MAC = b'laminar\x01', 32, 32
+GREETING, NONCE, MAC = b'laminar', 32, 32 # a byte follows the greeting: 1 TCP, 2 it has NIXL as well
 
 def proof(
     secret: bytes,
@@ -93,19 +93,21 @@ class TcpChannel:
 
     def greet(self,
               secret: bytes,
-              sender: bool # which side we are: who connects is the sender
+              sender: bool, # which side we are: who connects is the sender
+              kind: int = 1 # what we have, as a receiver; a sender learns it in `self.kind`
              ):
         "Prove who we are, and have it proved to us"
         self.deadline = time.monotonic() + self.limits.handshake_s # for all of it: one byte now and then does not help
         mine, ours, theirs = os.urandom(NONCE), *((b'sender', b'receiver') if sender else (b'receiver', b'sender'))
         if sender:
-            hello = self._exactly(len(GREETING) + NONCE)
-            if hello[:len(GREETING)] != GREETING: raise ClusterError(f'{self.peer} is no relay of this version', 'use the same version of laminar_sdk everywhere')
-            nonces = hello[len(GREETING):] + mine
+            hello = self._exactly(len(GREETING) + 1 + NONCE)
+            self.kind = hello[len(GREETING)]
+            if hello[:len(GREETING)] != GREETING or self.kind not in (1, 2): raise ClusterError(f'{self.peer} is no relay of this version', 'use the same version of laminar_sdk everywhere')
+            nonces = hello[len(GREETING) + 1:] + mine
             self.sock.sendall(mine + proof(secret, ours, nonces))
             said = self._exactly(MAC)
         else:
-            self.sock.sendall(GREETING + mine)
+            self.sock.sendall(GREETING + bytes([kind]) + mine)
             hello = self._exactly(NONCE + MAC)
             nonces, said = mine + hello[:NONCE], hello[NONCE:]
         require(said, proof(secret, theirs, nonces), self.peer)
@@ -183,6 +185,7 @@ class TcpListener:
 
 class Tcp:
     "The TCP transport of one run"
+    kind = 1
     def __init__(self,
                  secret: bytes, # of the run; at least 16 random bytes
                  limits: Limits = Limits()
@@ -203,7 +206,7 @@ class Tcp:
     def _greeted(self, sock, sender):
         try:
             channel = TcpChannel(sock, self.limits)
-            channel.greet(self._secret, sender)
+            channel.greet(self._secret, sender, self.kind)
             return channel
         except BaseException:
             sock.close()
