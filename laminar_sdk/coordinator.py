@@ -310,9 +310,10 @@ async def counts(self: Coordinator) -> dict[str, dict[str, int]]:
     return {k: self.manager.ledger.counts(k) if self.manager else {} for k in ('train', 'eval')}
 
 @patch
-async def pause(self: Coordinator, now: bool = False): await self._control(ev.Paused(now), 'paused')
+async def pause(self: Coordinator, now: bool = False):
+    await self._control(ev.Paused(now), 'paused', 'paused: what is in flight ' + ('is parked' if now else 'finishes'))
 @patch
-async def resume(self: Coordinator): await self._control(ev.Resumed(), 'running')
+async def resume(self: Coordinator): await self._control(ev.Resumed(), 'running', 'resumed')
 @patch
 async def stop(self: Coordinator, reason: str = 'stop'):
     "End in order; answers when everything is given back"
@@ -322,26 +323,29 @@ async def stop(self: Coordinator, reason: str = 'stop'):
     await self.ended.wait()
 
 @patch
-async def evaluate(self: Coordinator): await self._control(ev.EvalAsked(), '')
+async def evaluate(self: Coordinator): await self._control(ev.EvalAsked(), '', 'an evaluation is asked for')
 
 @patch
 async def repack(self: Coordinator, on: bool, every: float | None):
     await self.ready.wait()
-    await self._control(ev.RepackSet(on, every or self.manager.moves.every), '')
+    every = every or self.manager.moves.every
+    await self._control(ev.RepackSet(on, every), '', f'repack looks every {every:g} s' if on else 'no repack any more')
 @patch
-async def scale(self: Coordinator, rollouts: int): await self._control(ev.ScaleAsked(rollouts), '')
+async def scale(self: Coordinator, rollouts: int): await self._control(ev.ScaleAsked(rollouts), '', f'{rollouts} rollouts are wanted')
 @patch
-async def drain(self: Coordinator, rollout: int): await self._control(ev.DrainAsked(rollout), '')
+async def drain(self: Coordinator, rollout: int): await self._control(ev.DrainAsked(rollout), '', f'rollout/{rollout} drains')
 @patch
 async def kill(self: Coordinator, rollout: int):
     "End a rollout's process now; another takes its place"
     await self.supervisor.kill(self.supervisor.children[f'rollout/{rollout}'], 'it was killed by `run.pool.kill`')
 
 @patch
-async def _control(self: Coordinator, event, state: str):
+async def _control(self: Coordinator, event, state: str, text: str):
+    "What a user wants: done, and said to everybody who watches"
     await self.ready.wait()
     if self.ended.is_set(): return
     await self.feed(event)
+    self.note('info', text, 'user')
     if state and self.state in ('running', 'paused'): self.state = state
 
 @patch

@@ -133,6 +133,14 @@ button.on_click(lambda _: pathlib.Path('clicked').touch())
     kernel.run("from laminar_sdk.all import *\ncluster = Cluster.local()\nrun = Run.attach(cluster, 'kernel')\nview = run.dashboard()\nview")
     until(lambda: kernel.value('len(view.series.steps)') > 0)
     assert kernel.value("run.status()['state']") == 'running'
+    until(lambda: kernel.value("view.controls.n.value") == 2) # the fields say what is
+    for name, state in (('Pause', 'paused'), ('Resume', 'running')): # as the browser clicks: the effect is on the run
+        kernel.click(kernel.value(f"view.controls.buttons['{name}'].model_id"))
+        until(lambda: run.status()['state'] == state, 20)
+    kernel.run('view.controls.n.value = 3')
+    kernel.click(kernel.value('view.controls.scale.model_id'))
+    until(lambda: len(run.status()['manager']['rollouts']) == 3)
+    until(lambda: kernel.value("'<svg' in view.lanes.value and 'rollout/2' in view.lanes.value and '3 rollouts are wanted' in view.foot.value"))
     ctrl_c_in_a_terminal_leaves_it_and_says_how_to_come_back('kernel')
     goes_on(run)
     kernel.run('run.stop()')

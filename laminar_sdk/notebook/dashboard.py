@@ -10,6 +10,7 @@ import copy, threading
 from typing import Any
 
 from .charts import Series, figure, headline, notices, thin, values
+from .controls import Controls
 from .lanes import lanes_svg, repack_log
 from .svg import picture
 
@@ -26,7 +27,8 @@ class Dashboard:
         self.head, self.foot = w.HTML(headline(run.name, self.series)), w.HTML()
         self.figure = figure(self.series, widget=True)
         self.lanes, self.log = w.HTML(), w.HTML()
-        self.box = w.VBox([self.head, self.figure, self.lanes, self.log, self.foot])
+        self.controls = Controls(run) if hasattr(run, 'pool') else None # who can only be read has none
+        self.box = w.VBox([self.head, *([self.controls.box] if self.controls else []), self.figure, self.lanes, self.log, self.foot])
         self.handles, self.drawn, self.lock = [], 0, threading.Lock()
         self.thread = threading.Thread(target=self._follow, name=f'dashboard {run.name}', daemon=True)
         self.thread.start()
@@ -35,7 +37,7 @@ class Dashboard:
         "The thread: wait for news, draw, until the run or the view has ended"
         while not self.over.is_set():
             try:
-                self.steps = self.steps or self.run.status()['steps']
+                if self.steps is None: self._first_look(self.run.status())
                 new = self.run.events(self.series.seq, wait_s=5.)
             except Exception as e: # the run is gone, or the cluster: the view says so and ends
                 self.foot.value += f'<i>no news any more: {type(e).__name__}</i>'
@@ -45,6 +47,10 @@ class Dashboard:
             if self.series.state in ('done', 'stopped', 'failed'): break
             self.over.wait(EVERY_S)
         self._freeze()
+
+    def _first_look(self, status: dict):
+        self.steps = status['steps']
+        if self.controls: self.controls.show(status)
 
     def draw(self):
         "Show what the series holds"
@@ -66,7 +72,7 @@ class Dashboard:
             for handle in self.handles: handle.update(self.snapshot(), raw=True)
         self.foot.value = picture(self.run.name, self.series, self.steps) # for a page that was reloaded: it has lost the handle
         self.box.children = [self.foot]
-        for widget in (self.head, self.figure, self.lanes, self.log): widget.close()
+        for widget in (self.head, self.figure, self.lanes, self.log, *([self.controls.box] if self.controls else [])): widget.close()
 
     def snapshot(self) -> dict[str, str]: # by MIME type
         "The present state as a picture, which needs no kernel"
