@@ -11,6 +11,7 @@ __all__ = ['Recorded', 'encode_record', 'decode_record', 'decode_records', 'Even
            'PoolSeen', 'Repacked', 'RepackDone', 'Notice', 'RunEnded', 'Record']
 
 # %% ../../nbs/core/03_events.ipynb #02dfd33a
+from array import array
 from typing import Any, Union
 
 import msgspec
@@ -233,11 +234,21 @@ class EvalDone(Event, frozen=True):
     length_p99: float = 0.
 
 class PoolSeen(Event, frozen=True):
-    "How all rollouts are, about once a second; parallel lists"
-    rollout: list[int]
-    version: list[int] # of the wave; −1 = none
-    running: list[int] # trajectories
-    kv_used: list[float] # fraction of the KV cache
+    "How all rollouts are, about once a second; parallel arrays, packed: thousands of these stay in memory"
+    rollout: bytes # int32
+    version: bytes # int32, of the wave; −1 = none
+    running: bytes # int32, trajectories
+    kv_used: bytes # uint16, ten-thousandths of the KV cache
+
+    @classmethod
+    def of(cls, rollout: list[int], version: list[int], running: list[int], kv_used: list[float]) -> 'PoolSeen':
+        "From lists; KV use as a fraction"
+        ints = (array('i', x).tobytes() for x in (rollout, version, running))
+        return cls(*ints, array('H', [min(65_535, max(0, round(k * 10_000))) for k in kv_used]).tobytes())
+
+    def rows(self) -> list[tuple[int, int, int, float]]: # rollout, version, running, KV use
+        ints = [memoryview(x).cast('i').tolist() for x in (self.rollout, self.version, self.running)]
+        return [(*x, k / 10_000) for *x, k in zip(*ints, memoryview(self.kv_used).cast('H'))]
 
 class Repacked(Event, frozen=True):
     "A repack plan, as it was decided; parallel lists, one entry a move of a whole rollout's tail"

@@ -31,12 +31,12 @@ class Lanes:
         "Take an observation in"
         e = r.event
         if isinstance(e, ev.PoolSeen):
-            for i, point in zip(e.rollout, zip(e.version, e.running, e.kv_used)): self._point(i, r.t, point)
+            for i, *point in e.rows(): self._point(i, r.t, point)
         elif isinstance(e, ev.Repacked): self.plans.append((r.t, e))
         elif isinstance(e, ev.RepackDone): self.done[e.plan] = r.t, e
         elif isinstance(e, ev.Notice) and e.level != 'info' and e.where.startswith('rollout/'): self.marks.append((r.t, e))
 
-    def _point(self, rollout: int, t: float, point: tuple):
+    def _point(self, rollout: int, t: float, point: list):
         lane = self.lanes.setdefault(rollout, [])
         lane.append((t, *point))
         if len(lane) > self.most: del lane[1::2]

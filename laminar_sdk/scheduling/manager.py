@@ -343,7 +343,7 @@ def seen(self: RolloutManager) -> ev.PoolSeen:
     "How all rollouts are, for those who watch"
     rs = sorted(self.fleet.rollouts.values(), key=lambda r: r.id)
     versions = [r.version if r.running and r.version is not None else -1 for r in rs]
-    return ev.PoolSeen([r.id for r in rs], versions, [len(r.running) for r in rs], [round(r.kv_used, 4) if r.running else 0. for r in rs])
+    return ev.PoolSeen.of([r.id for r in rs], versions, [len(r.running) for r in rs], [r.kv_used if r.running else 0. for r in rs])
 
 @patch
 def check(self: RolloutManager) -> list[str]:
