@@ -4,8 +4,10 @@
 
 # %% auto #0
 __all__ = ['Cluster', 'RelayTier', 'RolloutPool', 'Trainer', 'Run', 'GRPO', 'Eval', 'Repack', 'Reward', 'RunConfig', 'Sampling',
-           'Trajectory', 'WeightVersion', 'exact_match', 'format_match', 'length_penalty', 'math_verify',
-           'LaminarError', 'ClusterError', 'ConfigError', 'IntegrityError', 'MissingError', 'ResourceError', 'RunError']
+           'Trajectory', 'WeightVersion', 'exact_match', 'format_match', 'length_penalty', 'math_verify', 'Environment',
+           'Observation', 'Step', 'ToolEnvironment', 'GymEnvironment', 'PythonSandbox', 'Limits', 'Calculator',
+           'calculate', 'LaminarError', 'ClusterError', 'ConfigError', 'IntegrityError', 'MissingError',
+           'ResourceError', 'RunError']
 
 # %% ../nbs/99_all.ipynb #572a7ec4
 from .cluster import Cluster
@@ -13,12 +15,17 @@ from .core.config import GRPO, Eval, Repack, Reward, RunConfig, Sampling
 from .core.errors import ClusterError, ConfigError, IntegrityError, LaminarError, MissingError, ResourceError, RunError
 from .core.types import Trajectory, WeightVersion
 from .relay_tier import RelayTier
+from .rollout.calculator import Calculator
+from .rollout.environment import Environment, Observation, Step
 from .rollout.rewards import exact_match, format_match, length_penalty, math_verify
+from .rollout.sandbox import Limits, PythonSandbox
+from .rollout.tool_env import GymEnvironment, ToolEnvironment, calculate
 from .rollout_pool import RolloutPool
 from .run import Run
 from .trainer import Trainer
 
 # %% ../nbs/99_all.ipynb #11a6a331
 _all_ = ['Cluster', 'RelayTier', 'RolloutPool', 'Trainer', 'Run', 'GRPO', 'Eval', 'Repack', 'Reward', 'RunConfig', 'Sampling', 'Trajectory',
-         'WeightVersion', 'exact_match', 'format_match', 'length_penalty', 'math_verify', 'LaminarError', 'ClusterError', 'ConfigError',
+         'WeightVersion', 'exact_match', 'format_match', 'length_penalty', 'math_verify', 'Environment', 'Observation', 'Step', 'ToolEnvironment', 'GymEnvironment',
+         'PythonSandbox', 'Limits', 'Calculator', 'calculate', 'LaminarError', 'ClusterError', 'ConfigError',
          'IntegrityError', 'MissingError', 'ResourceError', 'RunError']

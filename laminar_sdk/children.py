@@ -57,11 +57,12 @@ def relay(c: Any, i: int # host
 # %% ../nbs/21a_children.ipynb #8d349c06
 def rollout(c: Any, i: int) -> Child:
     "One rollout"
+    from laminar_sdk.rollout.environment_pool import packed_in
     from laminar_sdk.rollout_pool import RolloutShell
     async def up(handle, newborn):
         info = await handle.start.remote()
         await c.ready.wait()
-        try: version = await handle.lend.remote(c.config.name, c.plan.launch, c.config.seed, sampling, c.config.replicas)
+        try: version = await handle.lend.remote(c.config.name, c.plan.launch, c.config.seed, sampling, c.config.replicas, environment)
         except RunError as e: # somebody else's: it is not ours to kill
             await c._hopeless(e.message)
             await asyncio.Event().wait()
@@ -74,6 +75,7 @@ def rollout(c: Any, i: int) -> Child:
         c.heard.pop(i, None) # a report that comes after this is not counted as a sign of life
         c.note('warning', f'rollout/{i}: {reason}; its trajectories are placed again', f'rollout/{i}')
         if c.manager is not None: await c.feed(ev.RolloutLost(i, reason))
+    environment = (packed := packed_in(c.dir.functions)) and packed.spec
     host, sampling = c.host_of(i), {'train': c.config.sampling, 'eval': c.config.eval.sampling}
     args = (i, host, c.config.model, c.plan.engine, c.config.max_model_len, c.config.seed)
     child = Child('rollout', i, RolloutShell, args, up, down, host=c.plan.hosts[host].options(num_gpus=c.plan.engine.get('gpus', 0)))

@@ -14,7 +14,9 @@ import numpy as np
 from fastcore.basics import patch
 
 from .core import events as ev
-from .core.types import Trajectory
+from .core.types import Call, Trajectory
+from .rollout.environment import masked, reward_of, turn_spans
+from .rollout.environment_pool import EnvironmentPool, Reply, packed_in
 from .rollout.reports import Piece
 from .scheduling import commands as cm
 from .shells import actor_name, Peer, Shell
@@ -33,6 +35,7 @@ class DataService(Shell):
         self.partial, self.store = PartialPool(), TrajectoryStore(self.dir.trajectories)
         self.coordinator = Peer(actor_name(self.config.name, 'coordinator'))
         self.starting, self.scored, self.due, self.step = None, [], asyncio.Event(), 0
+        self.environments, self.leases = None, {} # leases: the newest under which an environment was asked, by trajectory
         self.broken = asyncio.get_running_loop().create_future() # gets the error of a task that nobody awaits
         self.finish, self.tasks = {}, set() # finish: reasons of what has ended and is not scored
 
@@ -53,6 +56,7 @@ class DataService(Shell):
             store = PromptStore(self.dir.prompts, kind)
             if store.path.exists(): self.prompts[kind] = store, store.tokenize(self.tokenizer, self.config.max_model_len)
         self.pool = RewardPool((self.dir.functions/'rewards.bin').read_bytes(), log=self._log)
+        if packed := packed_in(self.dir.functions): self.environments = EnvironmentPool(packed, log=lambda line: self._log(line, 'environment'))
         counts = {k: len(ids.usable) for k, (_, ids) in self.prompts.items()}
         return {'train': counts['train'], 'eval': counts.get('eval', 0), 'skipped': sum(len(ids.skipped) for _, ids in self.prompts.values())}
 
@@ -73,15 +77,17 @@ class DataService(Shell):
 @patch
 async def extend(self: DataService, blob: bytes, version: int):
     "Accepted pieces of one report"
-    for p in msgspec.msgpack.decode(blob, type=list[Piece]):
-        self.partial.extend(p.trajectory, p.lease, p.first, np.frombuffer(p.ids, np.int32), np.frombuffer(p.logprobs, np.float32), version)
+    pieces = msgspec.msgpack.decode(blob, type=list[Piece])
+    for p in pieces:
+        self.partial.extend(p.trajectory, p.lease, p.first, np.frombuffer(p.ids, np.int32), np.frombuffer(p.logprobs, np.float32), version, p.calls)
         if p.finish: self.finish[p.trajectory] = p.finish
+    self._leave([p.trajectory for p in pieces if p.finish not in (None, 'abort')])
 
 @patch
-async def prefixes(self: DataService, asked: list[tuple[int, int]]) -> list[bytes | None]:
-    "The first tokens of unfinished answers (trajectory, how many), int32; None where there are fewer"
+async def prefixes(self: DataService, asked: list[tuple[int, int]]) -> list[tuple[bytes, list[Call]] | None]:
+    "The first tokens of unfinished answers (trajectory, how many), int32, and what of them was told; None where there are fewer"
     had = [self.partial.peek(t) for t, _ in asked]
-    return [h.ids[:n].tobytes() if h is not None and len(h.ids) >= n else None for h, (_, n) in zip(had, asked)]
+    return [(h.ids[:n].tobytes(), [c for c in h.calls if c.last <= n]) if h is not None and len(h.ids) >= n else None for h, (_, n) in zip(had, asked)]
 
 @patch
 async def held(self: DataService) -> dict[int, tuple[int, int]]:
@@ -92,6 +98,33 @@ async def held(self: DataService) -> dict[int, tuple[int, int]]:
 async def forget(self: DataService, trajectories: list[int]):
     self.partial.forget(trajectories)
     for t in trajectories: self.finish.pop(t, None)
+    self._leave(trajectories)
+
+# %% ../nbs/24_data_service.ipynb #da2da39e
+@patch
+async def env_open(self: DataService, trajectory: int, lease: int, kind: str, prompt: int, seed: int, actions: list) -> Reply:
+    "Begin the environment of a trajectory, or find it again"
+    if late := await self._late(trajectory, lease): return late
+    store, prepared = self.prompts[kind]
+    return await self.environments.open(trajectory, store.row(int(prepared.usable[prompt])), seed, actions)
+
+@patch
+async def env_step(self: DataService, trajectory: int, lease: int, n: int, text: str, ids: list[int]) -> Reply:
+    "Its answer to the n-th turn"
+    return await self._late(trajectory, lease) or await self.environments.step(trajectory, n, text, ids)
+
+@patch
+async def _late(self: DataService, trajectory: int, lease: int) -> Reply | None:
+    while self.starting is None: await asyncio.sleep(.05)
+    await asyncio.shield(self.starting)
+    if lease < self.leases.get(trajectory, 0): return Reply(failed='env_lost', error=f'trajectory {trajectory} goes on elsewhere')
+    self.leases[trajectory] = lease
+
+@patch
+def _leave(self: DataService, trajectories: list[int]):
+    "These do not act any more"
+    for t in trajectories: self.leases.pop(t, None)
+    if self.environments and trajectories: self._spawn(self.environments.close(trajectories))
 
 # %% ../nbs/24_data_service.ipynb #0be9fcb1
 @patch
@@ -106,7 +139,8 @@ async def _score(self: DataService, group: int, seats: list[cm.Placement]):
     if lost := {s.trajectory: 'tokens_lost' for s in seats if (held := self.partial.peek(s.trajectory)) is None or held.lease != s.lease}:
         return self._say(ev.GroupScored(group, {}, lost, {}, 'its tokens are not here', {s.trajectory: s.lease for s in seats}), [])
     trajectories = [self._finished(seat) for seat in seats]
-    result = await self.pool.score(self._arguments(trajectories))
+    given = {'environment': (self.environments.spec.weight, [t.reward for t in trajectories])} if self.environments else {}
+    result = await self.pool.score(self._arguments(trajectories), given)
     for i, t in enumerate(trajectories): t.reward, t.rewards = result.reward[i], {name: v[i] for name, v in result.by_name.items()}
     reward = {t.id: t.reward for i, t in enumerate(trajectories) if i not in result.reasons}
     failed = {trajectories[i].id: reason for i, reason in result.reasons.items()}
@@ -128,8 +162,8 @@ def _finished(self: DataService, seat: cm.Placement) -> Trajectory:
     return Trajectory(id=seat.trajectory, group_id=seat.group, prompt_id=at, sample_index=seat.sample_index, kind=seat.kind,
                       lease=seat.lease, columns=store.row(at), sampling=sampling.model_dump(),
                       prompt_ids=prepared.prompt_ids(at), response_ids=row.ids, logprobs=row.logprobs,
-                      loss_mask=np.ones(len(row.ids), np.uint8), versions=row.versions, finish_reason=self.finish.pop(seat.trajectory),
-                      turn_spans=[(0, len(row.ids))], moves=seat.moves)
+                      loss_mask=masked(len(row.ids), row.calls), versions=row.versions, finish_reason=self.finish.pop(seat.trajectory),
+                      turn_spans=turn_spans(len(row.ids), row.calls), moves=seat.moves, reward=reward_of(row.calls))
 
 @patch
 def _arguments(self: DataService, trajectories: list[Trajectory]) -> dict:
@@ -174,13 +208,14 @@ async def last(self: DataService, n: int) -> bytes:
 
 @patch
 async def logs(self: DataService, what: str, tail: int) -> list[str]:
-    "What reward functions printed, and how they failed"
+    "What reward functions or (`environment`) environments printed, and how they failed"
+    if what == 'environment': return list(self.environments.lines)[-tail:] if self.environments and tail else []
     return self.pool.logs(tail)
 
 @patch
-def _log(self: DataService, line: str, most: int = 16 << 20):
+def _log(self: DataService, line: str, what: str = 'reward', most: int = 16 << 20):
     "A line into `logs/reward.log`, for those who look when the run is over"
-    file = self.dir.logs/'reward.log'
+    file = self.dir.logs/f'{what}.log'
     if file.exists() and file.stat().st_size > most: return
     with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 'a') as f: f.write(line + '\n')
 
@@ -199,3 +234,4 @@ async def seal(self: DataService):
 async def stop(self: DataService):
     await asyncio.to_thread(self.store.close)
     await self.pool.close()
+    if self.environments: await self.environments.stop()

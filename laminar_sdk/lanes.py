@@ -11,6 +11,7 @@ from typing import Any, Awaitable, Callable
 
 import numpy as np
 
+from .core.types import Call
 from .scheduling.commands import Placement
 from .shells import is_death
 
@@ -21,7 +22,7 @@ class Lanes:
     def __init__(self,
                  handle: Callable[[int], Any], # the actor of a rollout; None while there is none
                  prompt: Callable[[Placement], np.ndarray], # [tokens] int32
-                 prefixes: Callable[[list[tuple[int, int]]], Awaitable[list[bytes | None]]] # (trajectory, tokens) -> int32
+                 prefixes: Callable[[list[tuple[int, int]]], Awaitable[list[tuple[bytes, list[Call]] | None]]] # (trajectory, tokens) -> int32, what of it was told
                 ):
         self.handle, self.prompt, self.prefixes, self.last = handle, prompt, prefixes, {}
 
@@ -35,22 +36,22 @@ class Lanes:
         if before: await asyncio.wait([before])
         self._call(rollout, method, args, placements, await self._had(placements))
 
-    def _call(self, rollout, method, args, placements, had: dict[int, np.ndarray]):
+    def _call(self, rollout, method, args, placements, had: dict[int, tuple[np.ndarray, list[Call]]]):
         handle = self.handle(rollout)
         if handle is None: return # it is dead: the manager hears of it
         seats = [self._seat(p, had) for p in placements if not p.first or p.trajectory in had]
         if not placements or seats: getattr(handle, method).remote(*args, *([seats] if placements else []))
 
-    def _seat(self, p: Placement, had) -> tuple: # trajectory, lease, ids, kind, prompt, first
-        ids = np.asarray(self.prompt(p), np.int32)
-        return p.trajectory, p.lease, np.concatenate([ids, had[p.trajectory]]) if p.first else ids, p.kind, p.prompt, p.first
+    def _seat(self, p: Placement, had) -> tuple: # trajectory, lease, ids, kind, prompt, first, calls
+        ids, (earlier, calls) = np.asarray(self.prompt(p), np.int32), had[p.trajectory] if p.first else ((), [])
+        return p.trajectory, p.lease, np.concatenate([ids, earlier]) if p.first else ids, p.kind, p.prompt, p.first, calls
 
-    async def _had(self, placements: list[Placement]) -> dict[int, np.ndarray]:
+    async def _had(self, placements: list[Placement]) -> dict[int, tuple[np.ndarray, list[Call]]]:
         "The earlier tokens; of a data actor that dies now, none: then everything is placed again anyway"
         asked = [(p.trajectory, p.first) for p in placements if p.first]
         if not asked: return {}
-        try: blobs = await self.prefixes(asked)
+        try: found = await self.prefixes(asked)
         except Exception as e:
             if not is_death(e): raise
             return {}
-        return {t: np.frombuffer(b, np.int32) for (t, _), b in zip(asked, blobs) if b is not None}
+        return {t: (np.frombuffer(f[0], np.int32), f[1]) for (t, _), f in zip(asked, found) if f is not None}

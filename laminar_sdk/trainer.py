@@ -14,6 +14,7 @@ from fastcore.basics import patch
 
 from .core.config import GRPO, Eval, Repack, RunConfig, Sampling, as_rewards, for_training
 from .core.errors import ConfigError
+from .rollout.environment import describe
 from .rollout_pool import needs_cluster
 from .shells import Peer, Shell, actor_name
 
@@ -168,7 +169,7 @@ async def _checkpoint(self: ActorShell):
 def fit(self: Trainer,
         pool: Any, # `RolloutPool`
         prompts: Any, # a `datasets.Dataset`, an iterable of dicts with a `prompt` column, or a path
-        reward: Any, # a function as TRL calls it, a `Reward`, or a list of them
+        reward: Any = None, # a function as TRL calls it, a `Reward`, or a list of them; None: the environment's reward alone
         *,
         name: str, # of the run, unique in the cluster while it lives
         steps: int, # optimizer steps
@@ -184,15 +185,27 @@ def fit(self: Trainer,
         max_groups: int | None = None, # bound on groups in flight and buffered; default two steps' worth
         colocated: bool = False, # with schedule='sync': rollouts make room for the actor while it steps
         template: str | None = None, # makes the prompt from other columns: "{question}\nAnswer:"
-        ship: list = () # modules beside the notebook that the reward functions use
+        environment: Any = None, # an `Environment`: answers of several turns, with tools
+        ship: list = () # modules beside the notebook that the reward functions and the environment use
        ): # a `Run`
     "Start training and return at once"
     from laminar_sdk.launch import Launch
     if isinstance(sampling, dict): sampling = Sampling(**sampling)
+    rewards, spec = _judges(reward, environment), describe(environment) if environment is not None else None
+    for s in (sampling, (eval or Eval()).sampling):
+        if spec and s.stop: raise ConfigError(f'Sampling.stop = {s.stop} with an environment', f'let {spec.name}.stops say what ends a turn')
     config = RunConfig(name=name, model=self.model, steps=steps, prompts_per_step=prompts_per_step, algorithm=self.algorithm,
                        sampling=for_training(sampling), schedule=schedule, max_staleness=max_staleness, max_groups=max_groups,
                        colocated=colocated, repack=pool.repack or Repack(),
                        eval=eval or Eval(), checkpoint_every=checkpoint, publish_dtype=self.relays.publish_dtype,
-                       replicas=pool.replicas, max_model_len=pool.max_model_len, seed=seed)
+                       environment=spec.name if spec else '', replicas=pool.replicas, max_model_len=pool.max_model_len, seed=seed)
     if pool.model != self.model: raise ConfigError(f'the pool serves {pool.model!r}, the trainer trains {self.model!r}', 'pass the same model to both')
-    return Launch(self, pool, config, as_rewards(reward), prompts, eval and eval.prompts, template, list(ship), resume, run_dir).start()
+    return Launch(self, pool, config, rewards, prompts, eval and eval.prompts, template, list(ship), resume, run_dir, environment).start()
+
+def _judges(reward: Any, environment: Any) -> list:
+    "The reward functions; beside an environment there need be none, and its own reward has its name"
+    if reward is None and environment is None: raise ConfigError('neither reward nor environment is given', 'say what a good answer is: a reward function, or an environment that rewards')
+    rewards = as_rewards(reward) if reward is not None else []
+    if environment is not None and 'environment' in [r.name for r in rewards]:
+        raise ConfigError("a reward function named 'environment'", "that is what the environment's own reward is called: pass Reward(fn, name=…)")
+    return rewards

@@ -40,11 +40,28 @@ def test_calls_are_answered_once_whoever_asks():
         assert (await pool.open(1, dict(name='a'), 5)).text == 'a5'
         asked = [asyncio.ensure_future(pool.step(1, 1, 'x', [1, 2])) for _ in range(5)]
         asked[0].cancel() # its rollout died; the call goes on
-        replies = await asyncio.gather(*asked[1:], pool.step(1, 1, 'something else', []))
+        replies = await asyncio.gather(*asked[1:])
         assert {(r.text, r.reward) for r in replies} == {('x', 2.)} and pool.calls == 2
         assert (await pool.open(1, {}, 0)).text == 'a5' and (await pool.step(1, 2, 'y', [])).text == 'x/y'
         assert (await pool.step(1, 9, 'z', [])).failed == (await pool.step(2, 1, 'z', [])).failed == 'env_lost'
     with_pool(Counts(), story)
+
+
+def test_a_turn_that_is_said_anew_is_answered_anew():
+    async def story(pool):
+        await pool.open(1, {}, 5)
+        for n, word in enumerate('abc', 1): await pool.step(1, n, word, [])
+        assert [(await pool.step(1, n, w, [])).text for n, w in ((2, 'B'), (3, 'c'), (3, 'c'), (3, 'C'))] == ['a/B', 'a/B/c', 'a/B/c', 'a/B/C']
+        both = await asyncio.gather(pool.step(1, 4, 'd', []), pool.step(1, 4, 'D', [])) # the first of a rollout that does not know yet that it is dead
+        assert [r.text for r in both] == ['a/B/C/d', 'a/B/C/D'] and pool.rewound == 3 and sum(p.sessions for p in pool.processes) == 1
+    with_pool(Counts(), story)
+    async def forgetful(pool):
+        await pool.open(1, {}, 5)
+        await pool.step(1, 1, 'a', [])
+        assert (await pool.step(1, 1, 'A', [])).failed == 'env_lost'
+    once = Counts()
+    once.deterministic = False
+    with_pool(once, forgetful)
 
 
 def test_sessions_survive_the_death_of_every_process():

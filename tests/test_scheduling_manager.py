@@ -4,7 +4,7 @@ import pytest
 from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from laminar_sdk.core import events as ev
-from laminar_sdk.core.config import Eval, GRPO
+from laminar_sdk.core.config import Eval, GRPO, Repack
 from laminar_sdk.core.errors import ConfigError, RunError
 from laminar_sdk.scheduling import commands as cm
 from laminar_sdk.scheduling.cursor import PromptCursor
@@ -477,6 +477,41 @@ def test_after_a_restart_nobody_is_known_until_he_says_so():
     hand = Hand()
     hand(ev.BatchAsked(1, 1), ev.Restarted())
     assert not hand.m.fleet.rollouts and hand.m.fleet.newest() is None and hand.m.batches.asked is None
+
+
+def test_a_new_coordinator_goes_on_with_what_the_pool_still_has():
+    "Trajectory 1 has 7 tokens in the pool under its lease, 2 was placed again since; only 1 goes on, and at its own version"
+    hand = Hand(rollouts=1)
+    hand(ev.Progress(0, [1, 2], [1, 1], [5, 5], [None, None]))
+    m = RolloutManager(hand.m.config, 50, 0, Ledger.restore(hand.m.ledger.drain()), keep_versions=4)
+    assert m.on(ev.Restarted({1: (1, 7), 2: (0, 5), 99: (1, 3)})) == [cm.Forget([2])] and m.check() == []
+    assert m.on(ev.Tick(100.)) == [] and m.ledger.rows[1].length == 7 # nobody has been heard of yet: that is no reason to give its tokens up
+    v1 = m.issue_version(0, 1)
+    out = [*m.on(ev.VersionReady(0, 0, 0, 1, 'c')), *m.on(ev.VersionReady(0, v1, 0, 1, 'd')), *m.on(ev.RolloutJoined(0, 0, 8))]
+    wave, = hand.waves(out)
+    assert wave.version == 0 and [(p.trajectory, p.lease, p.first) for p in wave.placements] == [(1, 2, 7)]
+    out = m.on(ev.Progress(0, [1], [2], [9], ['stop']))
+    assert [(p.trajectory, p.first) for w in hand.waves(out) for p in w.placements][:1] == [(2, 0)] and m.check() == []
+
+
+def test_who_was_on_his_way_when_the_destination_died_waits_with_his_tokens():
+    "Destination first, source after: nothing is begun again, and the old lease is void"
+    hand = Hand(rollouts=3, prompts_per_step=3, max_groups=3, steps=9, repack=Repack(every=1.))
+    report = lambda t, kv: hand(ev.Tick(t), *(ev.Progress(r, list(x.running), [hand.m.ledger.rows[i].lease for i in x.running], [6] * len(x.running), [None] * len(x.running),
+                                                        kv, len(x.running), 0, int(100 * kv)) for r, x in hand.m.fleet.rollouts.items()))
+    report(1., .5)
+    hand(ev.Tick(2.))
+    report(2.5, .3)
+    plan = [c for c in hand(ev.Tick(3.)) if isinstance(c, cm.Abort)]
+    source, ids = plan[0].rollout, plan[0].trajectories
+    dest = hand.m.moves.under_way[ids[0]].dest
+    hand(ev.RolloutLost(dest, 'killed'))
+    out = hand(ev.RolloutLost(source, 'killed'))
+    assert hand.m.moves.under_way == {} or all(t not in hand.m.moves.under_way for t in ids)
+    assert not [c for c in out if isinstance(c, cm.Forget)] and all(hand.m.ledger.rows[t].length == 6 for t in ids)
+    assert not hand.m.accepts(source, ids[0], 1)
+    seats = [p for c in hand.todo if isinstance(c, (cm.StartWave, cm.Continue)) for p in c.placements if p.trajectory in ids and p.first == 6]
+    assert {p.trajectory for p in seats} == set(ids) # the third rollout, which has their version, goes on with them
 
 
 def test_a_step_that_was_saved_but_never_reported_counts():

@@ -283,3 +283,20 @@ def test_published_into_a_real_relay_and_pulled():
                 assert pulled.keys() == dict(w.published_tensors()).keys() and report.nbytes == w.layout().nbytes and w.version == version
                 assert all(torch.equal(x, pulled[name]) for name, x in w.published_tensors())
                 w.step(trajectories(seed=version))
+
+
+def test_what_was_told_is_context_and_nothing_else(reading):
+    "Log-probs of told tokens are 0 and stand in no ratio, gap, count or gradient; their ids do"
+    def after(logprob, other=0):
+        made = trajectories(seed=5)
+        for t in made:
+            told = t.loss_mask == 0
+            t.logprobs[told] = logprob
+            t.response_ids[told] = (t.response_ids[told] + other - 1) % 18 + 1
+        worker = spy()
+        worker.version = 0
+        figures = worker.step(made)
+        return worker.seen, {k: v for k, v in figures.items() if 'second' not in k and k != 'tokens_per_s'}, sum(int(t.loss_mask.sum()) for t in made)
+    (seen, figures, n), (same, again, _), (changed, _, _) = after(0.), after(-9.), after(0., other=3)
+    assert torch.equal(seen, same) and figures == again and not torch.allclose(seen, changed)
+    assert figures['tokens'] == n and figures['fresh_tokens'] == figures['tokens_learned'] <= n

@@ -37,6 +37,7 @@ class Sampling(Config):
     top_p: float = Field(1.0, gt=0, le=1)
     max_tokens: int = Field(256, ge=1) # of one response, over all its turns
     stop_token_ids: tuple[int, ...] = () # beside the model's EOS ids
+    stop: tuple[str, ...] = () # strings that end a response; the token in which one ends is its last
 
 def for_training(s: Sampling) -> Sampling:
     "Refuse sampling whose log-probabilities the actor cannot recompute"
@@ -106,6 +107,7 @@ class RunConfig(Config):
     prompts_per_step: int = Field(16, ge=1) # groups that one step consumes
     algorithm: GRPO = GRPO()
     sampling: Sampling = Sampling()
+    environment: str = '' # the name of what trajectories act in; it is in functions/ of the run directory
     schedule: Literal['laminar', 'sync', 'one_step', 'stream', 'partial', 'inflight'] = 'laminar'
     max_staleness: int | None = Field(None, ge=0) # published versions; rollouts and the actor are paced, nothing is dropped; None = no bound
     colocated: bool = False # with `sync`: rollouts give their memory and threads to the actor while it steps

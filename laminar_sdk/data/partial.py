@@ -12,6 +12,8 @@ from typing import Iterable, NamedTuple
 import msgspec
 import numpy as np
 
+from ..core.types import Call
+
 # %% ../../nbs/data/04_partial.ipynb #38b032d1
 class Response(NamedTuple):
     "A response so far"
@@ -19,11 +21,12 @@ class Response(NamedTuple):
     ids: np.ndarray # [T] int32
     logprobs: np.ndarray # [T] float32
     versions: list[tuple[int, int]] # (first token, weight version)
+    calls: list[Call] # answers of its environment, and where they stand
 
 class _Growing:
     "A response that grows"
-    __slots__ = 'lease', 'ids', 'logprobs', 'versions'
-    def __init__(self, lease): self.lease, self.ids, self.logprobs, self.versions = lease, array('i'), array('f'), []
+    __slots__ = 'lease', 'ids', 'logprobs', 'versions', 'calls'
+    def __init__(self, lease): self.lease, self.ids, self.logprobs, self.versions, self.calls = lease, array('i'), array('f'), [], {}
 
     def __len__(self): return len(self.ids)
 
@@ -31,6 +34,7 @@ class _Growing:
         "Keep the first n tokens"
         del self.ids[n:], self.logprobs[n:]
         self.versions = [v for v in self.versions if v[0] < n]
+        self.calls = {c.first: c for c in self.calls.values() if c.last <= n}
 
     def put(self, ids, logprobs, version):
         "Append tokens of one version"
@@ -38,7 +42,8 @@ class _Growing:
         self.ids.frombytes(np.ascontiguousarray(ids, np.int32).tobytes())
         self.logprobs.frombytes(np.ascontiguousarray(logprobs, np.float32).tobytes())
 
-    def whole(self): return Response(self.lease, np.array(self.ids, np.int32), np.array(self.logprobs, np.float32), list(self.versions))
+    def whole(self):
+        return Response(self.lease, np.array(self.ids, np.int32), np.array(self.logprobs, np.float32), list(self.versions), list(self.calls.values()))
 
 # %% ../../nbs/data/04_partial.ipynb #7a401165
 class PoolStats(msgspec.Struct):
@@ -74,7 +79,8 @@ def extend(self: PartialPool,
            first: int, # index in the response of the piece's first token
            ids: np.ndarray, # [t] int32
            logprobs: np.ndarray, # [t] float32
-           version: int # the weights that generated them
+           version: int, # the weights that generated them
+           calls: Iterable[Call] = () # answers of the environment among them; no two begin at the same token
           ) -> int | None: # tokens that were new; None = refused
     "Take a piece of a response, once, however often it comes"
     s = self._stats
@@ -86,6 +92,7 @@ def extend(self: PartialPool,
     repeated = min(len(held) - first, len(ids))
     s.repeated += repeated
     if repeated < len(ids): held.put(ids[repeated:], logprobs[repeated:], version)
+    for c in calls: held.calls.setdefault(c.first, c)
     return len(ids) - repeated
 
 def _under(self: PartialPool, id, lease, first) -> _Growing | None:
@@ -109,7 +116,7 @@ PartialPool.extend, PartialPool._under = extend, _under
 def peek(self: PartialPool, id: int) -> Response | None:
     "A response so far"
     held = self._held.get(id)
-    return held and held.whole()
+    return None if held is None else held.whole()
 
 def sizes(self: PartialPool) -> list[tuple[int, int, int]]: # trajectory, lease, tokens
     "What is held, without the tokens"
@@ -118,7 +125,7 @@ def sizes(self: PartialPool) -> list[tuple[int, int, int]]: # trajectory, lease,
 def pop(self: PartialPool, id: int) -> Response | None:
     "A response, which leaves the pool"
     held = self._held.pop(id, None)
-    return held and held.whole()
+    return None if held is None else held.whole()
 
 def forget(self: PartialPool, ids: Iterable[int]):
     "Void: these will be generated again, or nobody wants them"

@@ -8,14 +8,17 @@ __all__ = ['encode_report', 'decode_report', 'Assignment', 'Piece', 'Report', 'C
 # %% ../../nbs/rollout/03b_reports.ipynb #cd16a4a3
 import asyncio
 from collections import OrderedDict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
 from ..core.config import Sampling
 from ..core.events import PullFailed, Refused, Switched, WaveStarted
-from .engine import Chunk, GenerationRequest, trajectory_seed
+from ..core.types import Call
+from .engine import Chunk, GenerationRequest, RequestRefused, trajectory_seed
+from .environment import EnvironmentSpec, Turns, rebuild
+from .stops import Reader
 
 # %% ../../nbs/rollout/03b_reports.ipynb #26409e12
 @dataclass(eq=False)
@@ -27,16 +30,31 @@ class Assignment:
     sampling: Sampling | dict # temperature, top_p, max_tokens, stop_token_ids
     seed: int | None = None # None = follows from the run's seed and the trajectory
     first: int = 0 # response tokens that `prompt_ids` ends with
+    kind: str = 'train' # or eval
+    prompt: int = -1 # number of its prompt, for its environment
+    calls: list[Call] = field(default_factory=list) # answers of its environment so far
 
     @property
     def key(self): return f'{self.trajectory}.{self.lease}'
 
+    @property
+    def options(self) -> dict: return self.sampling if isinstance(self.sampling, dict) else self.sampling.model_dump()
+
+    def seed_in(self, run_seed: int) -> int: return trajectory_seed(run_seed, self.trajectory) if self.seed is None else self.seed
+
     def request(self, run_seed: int) -> GenerationRequest:
-        "What the engine is asked"
-        s = self.sampling if isinstance(self.sampling, dict) else self.sampling.model_dump()
-        seed = trajectory_seed(run_seed, self.trajectory) if self.seed is None else self.seed
-        return GenerationRequest(self.key, np.asarray(self.prompt_ids, np.int32), s.get('max_tokens', 256) - self.first,
-                                 s.get('temperature', 1.), s.get('top_p', 1.), tuple(s.get('stop_token_ids', ())), seed, self.first)
+        "What the engine is asked, where nobody else has a say"
+        s = self.options
+        return GenerationRequest(self.key, np.asarray(self.prompt_ids, np.int32), s.get('max_tokens', 256) - self.first, s.get('temperature', 1.),
+                                 s.get('top_p', 1.), tuple(s.get('stop_token_ids', ())), self.seed_in(run_seed), self.first)
+
+    def turns(self, max_model_len: int, spec: EnvironmentSpec | None, reader: Reader) -> Turns:
+        "The conversation up to here"
+        ids = np.asarray(self.prompt_ids, np.int32)
+        prompt, said = np.split(ids, [len(ids) - self.first])
+        budget = min(self.options.get('max_tokens', 256), max_model_len - len(prompt))
+        if budget < 1: raise RequestRefused(f'a prompt of {len(prompt)} tokens; {max_model_len} is all that the model takes', 'shorten it')
+        return rebuild(prompt, budget, spec, said, np.zeros(self.first, np.float32), self.calls, reader.how_ended)
 
 # %% ../../nbs/rollout/03b_reports.ipynb #3d967cfb
 class Piece(msgspec.Struct, array_like=True, frozen=True):
@@ -47,6 +65,13 @@ class Piece(msgspec.Struct, array_like=True, frozen=True):
     ids: bytes # int32
     logprobs: bytes # float32
     finish: str | None = None # finish reason, on the last piece
+    calls: list[Call] = [] # answers of the environment among these tokens
+
+    @property
+    def last(self) -> int: return self.first + len(self.ids) // 4 # index behind its last token
+
+    @property
+    def generated(self) -> int: return len(self.ids) // 4 - sum(c.last - c.first for c in self.calls)
 
 class Report(msgspec.Struct, frozen=True):
     "What a rollout says once an interval"
@@ -75,8 +100,8 @@ class Compartment:
 
     def pieces(self) -> list[Piece]:
         def joined(chunks, field, dtype): return np.concatenate([getattr(c, field) for c in chunks]).astype(dtype).tobytes()
-        return [Piece(t, lease, first, joined(cs, 'ids', np.int32), joined(cs, 'logprobs', np.float32), cs[-1].finish_reason)
-                for (t, lease), (first, cs) in self.flows.items()]
+        return [Piece(t, lease, first, joined(cs, 'ids', np.int32), joined(cs, 'logprobs', np.float32), cs[-1].finish_reason, calls)
+                for (t, lease), (first, cs, calls) in self.flows.items()]
 
 class Outbox:
     "Tokens and facts that the receiver does not have yet"
@@ -90,10 +115,12 @@ class Outbox:
         self.parts[-1].events.append(event)
         self.news.set()
 
-    def add(self, item: Assignment, first: int, chunk: Chunk):
-        "The next tokens of a trajectory"
-        self.tokens += len(chunk.ids)
-        self.parts[-1].flows.setdefault((item.trajectory, item.lease), (first, []))[1].append(chunk)
+    def add(self, item: Assignment, first: int, chunk: Chunk, call: Call | None = None):
+        "The next tokens of a trajectory, generated or (with the call) told"
+        self.tokens += 0 if call else len(chunk.ids)
+        _, chunks, calls = self.parts[-1].flows.setdefault((item.trajectory, item.lease), (first, [], []))
+        chunks.append(chunk)
+        if call: calls.append(call)
         self.news.set()
 
     def take(self) -> Compartment: # perhaps empty

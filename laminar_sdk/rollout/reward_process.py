@@ -84,6 +84,7 @@ def _bury(self: Worker):
     self.loop.remove_reader(self._out)
     for fd in (self._pidfd, self._out): os.close(fd)
     self._out = None
+    for forget in (self.loop.remove_reader, self.loop.remove_writer): forget(self.sock.fileno()) # before the number is somebody else's
     self.sock.close()
     self.died.set_result(self.process.returncode)
 

@@ -190,12 +190,13 @@ def _join(parts: list[RewardResult]) -> RewardResult:
 def _brief(name, result): return f'{name}: {next(iter(result.failed.values()))}' + (f' ({result.kind})' if result.kind else '')
 
 async def score(self: RewardPool,
-                kwargs: dict # from `rewards.arguments`
+                kwargs: dict, # from `rewards.arguments`
+                given: dict[str, tuple[float, list]] = {} # weight and values by name, from elsewhere: an environment
                ) -> GroupScores:
     "The weighted sums of the run's functions for one group"
     results = dict(zip([r.name for r in self.rewards], await asyncio.gather(*(self.score_one(r, kwargs) for r in self.rewards))))
-    by_name, failed = {k: r.values for k, r in results.items()}, {k: r.failed for k, r in results.items()}
-    total, _, reasons = combine({r.name: r.weight for r in self.rewards}, by_name, failed)
+    by_name, failed = {k: r.values for k, r in results.items()} | {k: v for k, (_, v) in given.items()}, {k: r.failed for k, r in results.items()}
+    total, _, reasons = combine({r.name: r.weight for r in self.rewards} | {k: w for k, (w, _) in given.items()}, by_name, failed)
     error = next((_brief(k, r) for k, r in results.items() if r.failed), 'no reward function applied' if reasons else '')
     return GroupScores(total, by_name, reasons, error, results)
 

@@ -15,7 +15,10 @@ from fastcore.basics import patch
 
 from ..core.events import PullFailed, Refused, Switched, WaveStarted
 from .engine import Chunk, Engine, EngineDead, RequestRefused
+from .environment import EnvironmentSpec
 from .reports import Assignment, Compartment, Outbox, Report
+from .stops import Reader
+from .turns import Sessions, TurnLoop
 
 log = logging.getLogger(__name__)
 
@@ -52,15 +55,19 @@ class RolloutWorker:
                  heartbeat_s: float = 1., # longest silence
                  report_timeout_s: float = 60., # then a report is sent again
                  seed: int | None = None, # of the run; None = the engine's
-                 incarnation: int | None = None # None = from the clock
+                 incarnation: int | None = None, # None = from the clock
+                 readers: dict[str, Reader] = {}, # by kind of trajectory; of a kind without one, nothing is read
+                 spec: EnvironmentSpec | None = None, # of the run's environment
+                 sessions: Callable[[Assignment], Sessions] | None = None # where its environment is asked
                 ):
+        self.readers, self.spec, self.sessions = readers, spec, sessions
         self.index, self.engine, self.report, self.interval_s = index, engine, report, interval_s
         self.heartbeat_s, self.report_timeout_s = heartbeat_s, report_timeout_s
         self.seed = engine.seed if seed is None else seed
         self.incarnation = time.time_ns() // 1_000_000 if incarnation is None else incarnation
         self.version, self.seq, self.failed_sends, self.sending, self.dead = -1, 0, 0, False, ''
         self.outbox, self.orders, self.flying, self.cut, self.known = Outbox(), deque(), {}, set(), OrderedDict()
-        self.holds, self.suspended, self.begun = {}, False, -1 # tokens in the KV cache by key; is the engine's memory given away; wave that runs
+        self.loops, self.holds, self.suspended, self.begun = {}, {}, False, -1 # conversations, and tokens in the KV cache by key; is the engine's memory given away; wave that runs
         self.ordered, self.landed, self.tasks, self.said = asyncio.Event(), asyncio.Event(), [], (time.monotonic(), 0)
 
     def __repr__(self):
@@ -136,7 +143,7 @@ async def _switch(self: RolloutWorker, order: Order):
 async def _leave_rest(self: RolloutWorker):
     "A new wave is ordered only when nobody waits for anything of the old one: what still flies is cut off"
     self.cut |= set(self.flying)
-    for key in list(self.cut): await self.engine.abort(key)
+    await self._cut()
     await self._drained()
 
 # %% ../../nbs/rollout/04_worker.ipynb #ee1017e6
@@ -172,22 +179,31 @@ async def _pull(self: RolloutWorker, order: Order) -> bool: # whether the rollou
 @patch
 async def _fly(self: RolloutWorker, item: Assignment):
     "Stream one trajectory into the outbox"
-    first, request = item.first, item.request(self.seed)
     self.holds[item.key] = len(item.prompt_ids)
-    try:
-        if first and request.room(self.engine.max_model_len) < 1: # whoever had it before died before it could say that it was complete
-            return self.outbox.add(item, first, Chunk(finish_reason='length'))
-        async for chunk in self.engine.generate(request):
-            self.outbox.add(item, first, chunk)
-            first += len(chunk.ids)
-            self.holds[item.key] += len(chunk.ids)
-            if item.key in self.cut: await self.engine.abort(item.key) # it was aborted before the engine knew it
+    try: await (self._play(item, self.readers[item.kind]) if item.kind in self.readers else self._stream(item))
     except RequestRefused as e: self.outbox.say(Refused(self.index, item.trajectory, item.lease, e.message))
     except Exception as e: self._die(e)
     finally:
         del self.flying[item.key], self.holds[item.key]
+        self.loops.pop(item.key, None)
         self.cut.discard(item.key)
         self.landed.set()
+
+@patch
+def _emit(self: RolloutWorker, item: Assignment, first: int, chunk: Chunk, call=None):
+    self.outbox.add(item, first, chunk, call)
+    self.holds[item.key] += len(chunk.ids)
+
+@patch
+async def _stream(self: RolloutWorker, item: Assignment):
+    "One turn, and nobody else has a say"
+    first, request = item.first, item.request(self.seed)
+    if first and request.room(self.engine.max_model_len) < 1: # whoever had it before died before it could say that it was complete
+        return self._emit(item, first, Chunk(finish_reason='length'))
+    async for chunk in self.engine.generate(request):
+        self._emit(item, first, chunk)
+        first += len(chunk.ids)
+        if item.key in self.cut: await self.engine.abort(item.key) # it was aborted before the engine knew it
 
 @patch
 def _new(self: RolloutWorker, items: list[Assignment]) -> list[Assignment]:
@@ -196,6 +212,29 @@ def _new(self: RolloutWorker, items: list[Assignment]) -> list[Assignment]:
     self.known.update((i.key, None) for i in new)
     while len(self.known) > 16_384: self.known.popitem(last=False)
     return new
+
+# %% ../../nbs/rollout/04_worker.ipynb #0e4ba112
+@patch
+async def _play(self: RolloutWorker, item: Assignment, reader: Reader):
+    "The turns of a trajectory"
+    turns, emit = item.turns(self.engine.max_model_len, self.spec, reader), lambda *piece: self._emit(item, *piece)
+    if turns.finish: return emit(len(turns), Chunk(finish_reason=turns.finish)) # whoever had it before died before it could say so
+    loop = self.loops[item.key] = TurnLoop(item.key, self.engine, turns, reader, emit, sampling=item.options, seed=item.seed_in(self.seed), spec=self.spec,
+                                           sessions=self.sessions and self.sessions(item), trajectory=item.trajectory)
+    if item.key in self.cut: await loop.abort() # before it began
+    await loop.run()
+    if turns.failed: self.outbox.say(Refused(self.index, item.trajectory, item.lease, turns.failed))
+
+@patch
+async def _cut(self: RolloutWorker):
+    "Stop what is marked, generating or waiting for its environment"
+    for key in list(self.cut): await (self.loops[key].abort() if key in self.loops else self.engine.abort(key))
+
+@patch
+def _load(self: RolloutWorker) -> int:
+    "Tokens of all that is in the engine"
+    away = {k for k, loop in self.loops.items() if loop.turns.todo != 'generate'}
+    return sum(n for k, n in self.holds.items() if k not in away)
 
 # %% ../../nbs/rollout/04_worker.ipynb #6251cde2
 @patch
@@ -228,7 +267,7 @@ def _compose(self: RolloutWorker, part: Compartment) -> Report:
     now, stats, (then, tokens) = time.monotonic(), self.engine.stats(), self.said
     self.seq, self.said = self.seq + 1, (now, self.outbox.tokens)
     return Report(self.index, self.incarnation, self.seq, part.version, part.events, part.pieces(), stats.kv_used, stats.running,
-                  stats.waiting, sum(self.holds.values()), (self.outbox.tokens - tokens) / max(now - then, 1e-6), self.dead, self.engine.emulated)
+                  stats.waiting, self._load(), (self.outbox.tokens - tokens) / max(now - then, 1e-6), self.dead, self.engine.emulated)
 
 @patch
 async def _deliver(self: RolloutWorker, report: Report):
@@ -286,7 +325,7 @@ async def abort(self: RolloutWorker, trajectories: list[int] = ()):
             order.items.remove(item)
             self.outbox.add(item, item.first, Chunk(finish_reason='abort'))
     self.cut |= {k for k in self.flying if not chosen or int(k.split('.')[0]) in chosen}
-    for key in list(self.cut): await self.engine.abort(key)
+    await self._cut()
 
 @patch
 async def leave(self: RolloutWorker, grace_s: float = 5. # for the last reports

@@ -148,7 +148,7 @@ def _rejoin(self: Dispatch) -> list[Command]:
         fits = [r for r in self.fleet.rollouts.values() if (r.version, r.kind) == (row.version, row.kind) and r.running and not r.draining
                 and r.seats + len(joined[r.id]) < r.batch and r.load + row.length < r.kv_max * (r.kv_tokens or 1 << 60)]
         if fits: joined[min(fits, key=lambda r: (r.seats + len(joined[r.id])) / r.batch).id].append(row.id)
-        elif row.kind == 'train' and self.fleet.lost(row.version): void.append(row.id)
+        elif row.kind == 'train' and self.fleet.known() and self.fleet.lost(row.version): void.append(row.id)
     for t in void: self.ledger.void(t)
     return ([Forget(void)] if void else []) + [self._continue(self.fleet.rollouts[i], ids) for i, ids in joined.items() if ids]
 

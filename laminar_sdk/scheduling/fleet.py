@@ -55,6 +55,7 @@ class Fleet:
         self.rollouts: dict[int, Rollout] = {}
         self.ready: dict[int, list[int]] = {} # versions by host, ascending
         self.now, self._queue = math.inf, 0 # s; before the first `Tick` nobody is put off
+        self.known_from = -math.inf # s; before, after a restart, who has not been heard of is not given up
 
     def join(self, r: Rollout):
         self.rollouts[r.id] = r
@@ -118,3 +119,13 @@ def reaches(self: Fleet, r: Rollout, version: int) -> bool:
 def lost(self: Fleet, version: int) -> bool:
     "Whether no rollout can get this version any more"
     return not any(self.reaches(r, version) for r in self.rollouts.values())
+
+@patch
+def tick(self: Fleet, t: float, patience_s: float = 15. # for everybody to be heard of after a restart
+        ):
+    "It is t seconds"
+    if self.known_from == math.inf: self.known_from = t + patience_s
+    self.now = t
+
+@patch
+def known(self: Fleet) -> bool: return self.known_from < math.inf and self.now >= self.known_from # whether who is there has been heard of

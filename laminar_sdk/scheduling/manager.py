@@ -6,6 +6,7 @@
 __all__ = ['OBSERVATIONS', 'BARREN', 'RolloutManager']
 
 # %% ../../nbs/scheduling/11_manager.ipynb #8e40b176
+import math
 from typing import Any
 
 from fastcore.basics import camel2snake, patch
@@ -263,6 +264,7 @@ def on_data_lost(self: RolloutManager, e: ev.DataLost) -> list[Command]:
 @patch
 def on_restarted(self: RolloutManager, e: ev.Restarted) -> list[Command]:
     for known in (self.fleet.rollouts, self.fleet.ready): known.clear()
+    self.fleet.known_from = math.inf # until the clock is heard, and then some seconds
     self.batches.asked = None
     return self.outcomes.lose_unscored(e.held) + self.evals.again()
 
@@ -284,7 +286,7 @@ def on_eval_asked(self: RolloutManager, e: ev.EvalAsked) -> list[Command]:
 
 @patch
 def on_tick(self: RolloutManager, e: ev.Tick) -> list[Command]:
-    self.fleet.now = e.t
+    self.fleet.tick(e.t)
     out = self.outcomes.park(self.moves.overdue())
     return out + (self.moves.tick() if self.dispatch.schedule.repacks and not self._still else [])
 
