@@ -181,7 +181,8 @@ async def report(self: Coordinator, blob: bytes) -> bool:
     except Exception as e:
         if not is_death(e): raise
         return True # the data actor died: `DataLost` follows, and what it held is generated again
-    lengths, void = [p.last for p in pieces], [e.trajectory for e in r.events if isinstance(e, ev.Refused) and self.manager.accepts(r.rollout, e.trajectory, e.lease)]
+    lengths = [p.last for p in pieces]
+    void = [e.trajectory for e in r.events if isinstance(e, ev.Refused) and self.manager.accepts(r.rollout, e.trajectory, e.lease)]
     self.table.saw_tokens(sum(p.generated for p in pieces), self.tape.now())
     await self.feed(*r.events, ev.Progress(r.rollout, [p.trajectory for p in pieces], [p.lease for p in pieces], lengths,
                                             [p.finish for p in pieces], r.kv_used, r.running, r.waiting, r.load, r.tokens_per_s))

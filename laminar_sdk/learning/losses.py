@@ -9,6 +9,8 @@ __all__ = ['SUMS', 'token_logprobs', 'log_ratio', 'clipped_surrogate', 'token_me
 import torch
 from torch import Tensor
 
+from ..core.errors import ConfigError
+
 # %% ../../nbs/learning/01_losses.ipynb #d79a9b1c
 def token_logprobs(logits: Tensor, # [..., V]
                    ids: Tensor, # [...] the tokens that were sampled
@@ -32,11 +34,15 @@ def log_ratio(new: Tensor, # log-probabilities now
 def clipped_surrogate(log_ratio: Tensor, # of each token
                       advantages: Tensor, # the same shape, or one that broadcasts to it
                       clip_low: float, # the ratio may fall to 1 − clip_low …
-                      clip_high: float # … and grow to 1 + clip_high before its gradient stops
+                      clip_high: float, # … and grow to 1 + clip_high before its gradient stops
+                      dual_clip: float | None = None # a bad token's loss grows no further than at this ratio; None: without bound
                      ) -> Tensor: # the loss of each token
-    "PPO's surrogate (arXiv 1707.06347, eq. 7) with a decoupled range (arXiv 2503.14476, eq. 10)"
+    "PPO's surrogate (arXiv 1707.06347, eq. 7) with a decoupled range (arXiv 2503.14476, eq. 10) and a dual clip (arXiv 1912.09729)"
     ratio = log_ratio.exp()
-    return -torch.minimum(ratio*advantages, ratio.clamp(1 - clip_low, 1 + clip_high)*advantages)
+    loss = -torch.minimum(ratio*advantages, ratio.clamp(1 - clip_low, 1 + clip_high)*advantages)
+    if dual_clip is None: return loss
+    if dual_clip <= 1: raise ConfigError(f'dual_clip is {dual_clip}', 'a ratio above 1, 3 is usual; None leaves it out')
+    return torch.where(advantages < 0, torch.minimum(loss, -dual_clip*advantages), loss)
 
 # %% ../../nbs/learning/01_losses.ipynb #73763965
 def token_mean(loss: Tensor, # of each token

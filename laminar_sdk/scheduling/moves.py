@@ -8,6 +8,7 @@ __all__ = ['Move', 'Tally', 'Moves', 'seat']
 # %% ../../nbs/scheduling/15_moves.ipynb #41d04ccc
 from collections import defaultdict
 from dataclasses import dataclass
+from math import ceil
 
 from fastcore.basics import patch
 
@@ -17,6 +18,7 @@ from .commands import Abort, Command, Continue, Placement, Tell
 from .fleet import Fleet
 from .ledger import Ledger, TrajectoryRow
 from .repack import Look, Shift, idle, plan
+from .schedules import Situation, paced, schedule_for
 
 # %% ../../nbs/scheduling/15_moves.ipynb #e3440c65
 @dataclass
@@ -42,12 +44,33 @@ class Moves:
     def __init__(self, config: RunConfig, ledger: Ledger, fleet: Fleet,
                  patience_s: float = 5. # how long a source may take for its last words
                 ):
-        self.ledger, self.fleet, self.patience_s = ledger, fleet, patience_s
+        self.config, self.ledger, self.fleet, self.patience_s = config, ledger, fleet, patience_s
         self.on, self.every = ledger.meta.get('repack', [config.repack.on, config.repack.every])
         self.under_way: dict[int, Move] = {}
         self.plans: dict[int, Tally] = {}
         self.arrivals: dict[int, list[Placement]] = defaultdict(list) # by destination, to be told at the end of this event
         self.looked, self.made, self.seen = -1e9, 0, [0, 0] # time of the last periodic look; plans; looks with candidates, and with two of one version
+        self.in_vain = 0 # looks with two of one version, but no work for whoever would be free
+
+# %% ../../nbs/scheduling/15_moves.ipynb #8d75473d
+@patch
+def wanted(self: Moves) -> int: # rollouts
+    "For how many more rollouts, if they were free, there is work"
+    alive = [r for r in self.fleet.rollouts.values() if not r.draining]
+    if not alive: return 0
+    c, size, s = self.config, self.config.algorithm.group_size, self._situation()
+    inside = s.in_flight + len(self.ledger.buffer)
+    groups = min(c.groups_bound - inside, c.steps * s.size - s.admitted, paced(s, c.max_staleness))
+    todo = max(0, groups) * size + sum(map(len, self.ledger.waiting.values()))
+    total, schedule = sum(r.batch for r in alive), schedule_for(c)
+    wave = sum(schedule.wave(r.batch, r.capacity, total, s.size * size) for r in alive) / len(alive)
+    return max(0, ceil(todo / wave) - len(self.fleet.free()))
+
+@patch
+def _situation(self: Moves) -> Situation:
+    count, b = self.ledger.count_groups, self.ledger
+    flying = count('train', 'open', 'closed')
+    return Situation(flying + len(b.buffer) + count('train', 'sampled', 'trained'), flying, b.trained_step, self.config.prompts_per_step)
 
 # %% ../../nbs/scheduling/15_moves.ipynb #e497e677
 @patch
@@ -64,8 +87,16 @@ def look(self: Moves, trigger: str) -> list[Command]:
     if not self.on or self.under_way: return []
     looks = self.looks()
     versions = [r.version for r in looks if idle(r)]
-    self.seen = [self.seen[0] + bool(versions), self.seen[1] + (len(set(versions)) < len(versions))]
-    return self.begin(plan(looks), trigger, looks, len(versions), sum(versions.count(v) > 1 for v in versions)) if versions else []
+    two = len(set(versions)) < len(versions) # otherwise nobody can help anybody
+    self.seen = [self.seen[0] + bool(versions), self.seen[1] + two]
+    most = self.wanted() if two else 0
+    self.in_vain += two and not most
+    return self.begin(plan(looks, most), trigger, looks, len(versions), sum(versions.count(v) > 1 for v in versions)) if most else []
+
+@patch
+def figures(self: Moves) -> dict[str, int]:
+    "What came of the looks so far"
+    return dict(plans=self.made, moving=len(self.under_way), looks_with_idle=self.seen[0], looks_with_two_of_a_version=self.seen[1], looks_without_work=self.in_vain)
 
 @patch
 def tick(self: Moves) -> list[Command]:

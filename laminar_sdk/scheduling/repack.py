@@ -40,12 +40,15 @@ class Shift:
     source: int
     dest: int
 
-def plan(looks: Iterable[Look]) -> list[Shift]:
+def plan(looks: Iterable[Look],
+         most: int | None = None # rollouts to empty; None = as many as possible
+        ) -> list[Shift]:
     "The moves of one look: Best-Fit over the idle rollouts of each version (arXiv 2510.12633, algorithm 1)"
-    by_version = defaultdict(list)
+    by_version, load = defaultdict(list), {}
     for r in looks:
-        if idle(r): by_version[r.version].append(r)
-    return [s for group in by_version.values() if len(group) > 1 for s in best_fit(group)]
+        if idle(r): by_version[r.version].append(r); load[r.rollout] = r.load
+    shifts = [s for group in by_version.values() if len(group) > 1 for s in best_fit(group)]
+    return shifts if most is None else sorted(shifts, key=lambda s: load[s.source])[:max(0, most)]
 
 # %% ../../nbs/scheduling/13_repack.ipynb #77a5c896
 class _Shelf:
