@@ -6,7 +6,7 @@
 __all__ = ['app', 'JSON', 'CLUSTER', 'PATH', 'bench', 'answers_apart', 'plain', 'out', 'table', 'of_each', 'demo', 'WithKeys',
            'run', 'start', 'open_cluster', 'stays', 'stop_on_sigterm', 'status', 'detail', 'counted', 'stop',
            'shutdown', 'check_folder', 'audit', 'report', 'export', 'numbers', 'bench_relay', 'bench_delta',
-           'bench_control', 'main', 'sentence']
+           'bench_control', 'bench_repack', 'bench_schedules', 'main', 'sentence']
 
 # %% ../nbs/08_cli.ipynb #023b60cd
 import json, math, os, signal, sys
@@ -267,6 +267,24 @@ def bench_control(rollouts: str = typer.Option('64,512', help='Of each row.'), r
     "CPU time of the coordinator for many rollouts that report."
     from laminar_sdk import bench_control as b
     _found(b.bench_control([b.Load(n, running, completions * n, seconds=seconds) for n in numbers(rollouts)]), b.told, as_json)
+
+@bench.command('repack')
+def bench_repack(rollouts: int = typer.Option(32, min=2), trajectories: int = typer.Option(2048, help='Of a step, in groups of 16.'), steps: int = typer.Option(20, min=5, help='That are measured.'),
+                 every: float = typer.Option(5., help='Seconds between looks.'), max_staleness: Optional[int] = typer.Option(None, min=0, help='Default: no bound.'),
+                 seeds: str = typer.Option('0,1', help='A pair of runs for each.'), as_json: bool = JSON):
+    "Tokens/s, KV use and latency with repack on and off, simulated; milliseconds of a plan."
+    from laminar_sdk import bench_repack as b
+    _found(b.bench_repack(b.Pair(rollouts, trajectories, steps, every=every, max_staleness=max_staleness, seeds=numbers(seeds))), b.told, as_json)
+
+@bench.command('schedules')
+def bench_schedules(scale: str = typer.Option('wide', help='wide: 512 trajectories a step; narrow: 4,096.'), schedules: Optional[str] = typer.Option(None, help='Default: all.'),
+                    steps: Optional[int] = typer.Option(None, min=5, help='That are measured.'), seed: int = 0,
+                    quick: bool = typer.Option(False, '--quick', help='A small one, in less than a minute.'), sweep: bool = typer.Option(False, '--sweep', help='Also other values of `every` and of the concurrency.'),
+                    as_json: bool = JSON):
+    "Every schedule at its best split of 64 GPUs, under the same bounds, simulated."
+    from laminar_sdk import bench_schedules as b
+    given = dict(schedules=tuple(schedules.split(',')) if schedules else None, steps=steps)
+    _found(b.bench_schedules((b.Quick if quick else b.Contest)(scale, seed=seed, **{k: v for k, v in given.items() if v}), sweep), b.told, as_json)
 
 def _found(result: dict, told, as_json: bool):
     from laminar_sdk.bench import show

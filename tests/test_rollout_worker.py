@@ -77,8 +77,9 @@ def test_nothing_is_lost_or_twice_whatever_the_receiver_does(seed):
     async def run():
         receiver = Receiver(how)
         async with working(receiver, Held(step_s=.0005, max_num_seqs=8)) as w:
-            for n in range(3): await w.wave(n, 10 + n, '', [item(20 * n + i) for i in range(20)])
-            await until(lambda: len(receiver.ended()) == 60, 30)
+            for n in range(3):
+                await w.wave(n, 10 + n, '', [item(20 * n + i) for i in range(20)])
+                await until(lambda: len(receiver.ended()) == 20 * (n + 1), 30)
             assert w.failed_sends > 0 and w.engine.loads == (10, 11, 12)
         assert [(e.wave, e.version) for e in receiver.events] == [(0, 10), (1, 11), (2, 12)]
         for (t, _), r in receiver.seen.items():

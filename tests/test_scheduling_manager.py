@@ -496,7 +496,7 @@ def test_a_new_coordinator_goes_on_with_what_the_pool_still_has():
 
 def test_who_was_on_his_way_when_the_destination_died_waits_with_his_tokens():
     "Destination first, source after: nothing is begun again, and the old lease is void"
-    hand = Hand(rollouts=3, prompts_per_step=3, max_groups=3, steps=9, repack=Repack(every=1.))
+    hand = Hand(rollouts=3, prompts_per_step=3, max_groups=6, steps=9, repack=Repack(every=1.))
     report = lambda t, kv: hand(ev.Tick(t), *(ev.Progress(r, list(x.running), [hand.m.ledger.rows[i].lease for i in x.running], [6] * len(x.running), [None] * len(x.running),
                                                         kv, len(x.running), 0, int(100 * kv)) for r, x in hand.m.fleet.rollouts.items()))
     report(1., .5)

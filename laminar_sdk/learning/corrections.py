@@ -21,10 +21,10 @@ LEVELS = 'token', 'sequence', 'geometric'
 def log_weights(gap: Tensor, # [B, T] log π − log μ of each token
                 mask: Tensor, # [B, T] bool
                 level: str = 'token' # token, sequence or geometric
-               ) -> Tensor: # [B, T] within ±20, 0 where masked
+               ) -> Tensor: # [B, T] float64 within ±20, 0 where masked
     "Logarithm of the importance weight of each token, or of its whole answer"
     if level not in LEVELS: raise ConfigError(f'level {level!r}', f'one of {", ".join(LEVELS)}')
-    gap = torch.where(mask, gap, 0.)
+    gap = torch.where(mask, gap, 0.).double()
     if level == 'sequence': gap = gap.sum(-1, keepdim=True)
     if level == 'geometric': gap = row_means(gap, mask)[:, None]
     return torch.where(mask, gap, 0.).clamp(-20, 20)
@@ -37,7 +37,7 @@ def truncated_weights(gap: Tensor, # [B, T] log π − log μ
                      ) -> Tensor: # [B, T], 0 where masked
     "TIS: importance weights, capped (Ionides 2008; Yao et al. 2025)"
     _bounds(0., high)
-    return torch.where(mask, log_weights(gap, mask, level).exp().clamp(max=high), 0.)
+    return torch.where(mask, log_weights(gap, mask, level).exp().clamp(max=high), 0.).to(gap.dtype)
 
 def _bounds(low, high):
     if not 0 <= low < 1 <= high: raise ConfigError(f'weights from {low} to {high}', 'a range around 1: 0 ≤ low < 1 ≤ high')
@@ -52,7 +52,7 @@ def masked_weights(gap: Tensor, # [B, T] log π − log μ
     "MIS: importance weights within a range, the others dropped (Liu, Li et al. 2025)"
     _bounds(low, high)
     w = log_weights(gap, mask, level).exp()
-    return torch.where(mask & (w >= low) & (w <= high), w, 0.)
+    return torch.where(mask & (w >= low) & (w <= high), w, 0.).to(gap.dtype)
 
 def icepop_weights(gap: Tensor, mask: Tensor, # [B, T] log π − log μ; bool
                    low: float = .5, high: float = 5. # the range that is kept

@@ -6,7 +6,6 @@
 __all__ = ['kl_estimate', 'kl_rewards']
 
 # %% ../../nbs/learning/01d_kl.ipynb #8a9eb116
-import torch
 from torch import Tensor
 
 from ..core.errors import ConfigError

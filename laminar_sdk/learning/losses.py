@@ -33,8 +33,8 @@ def log_ratio(new: Tensor, # log-probabilities now
 # %% ../../nbs/learning/01_losses.ipynb #2ea1e46d
 def clipped_surrogate(log_ratio: Tensor, # of each token
                       advantages: Tensor, # the same shape, or one that broadcasts to it
-                      clip_low: float, # the ratio may fall to 1 − clip_low …
-                      clip_high: float, # … and grow to 1 + clip_high before its gradient stops
+                      clip_low: float = .2, # the ratio may fall to 1 − clip_low …
+                      clip_high: float = .28, # … and grow to 1 + clip_high before its gradient stops
                       dual_clip: float | None = None # a bad token's loss grows no further than at this ratio; None: without bound
                      ) -> Tensor: # the loss of each token
     "PPO's surrogate (arXiv 1707.06347, eq. 7) with a decoupled range (arXiv 2503.14476, eq. 10) and a dual clip (arXiv 1912.09729)"

@@ -22,7 +22,7 @@ def gspo(log_ratio: Tensor, # [B, T]
         ) -> Tensor: # [B, T] the loss of each token
     "PPO's surrogate with one ratio an answer, the geometric mean of its tokens' (arXiv 2507.18071, eq. 5, 7 and 14)"
     mine = torch.where(mask, log_ratio, 0.)
-    answer = row_means(mine.detach(), mask)[:, None]
+    answer = row_means(mine.detach().double(), mask)[:, None].to(mine.dtype)
     return clipped_surrogate(answer + (mine - mine.detach()), torch.where(mask, advantages, 0.), clip_low, clip_high)
 
 # %% ../../nbs/learning/01c_trust_regions.ipynb #4685c4cc
@@ -61,6 +61,6 @@ def dppo(log_ratio: Tensor, # [B, T]
         ) -> Tensor: # [B, T] the loss of each token
     "The surrogate without a clip, but no step further away than δ (arXiv 2602.04879, eq. 11 and 12)"
     x, now, A = (torch.where(mask, y, 0.) for y in (log_ratio, new.detach(), advantages))
-    far = binary_divergence(now, now - x.detach(), kind) > delta
+    far = binary_divergence(now, now.double() - x.detach(), kind) > delta
     keep = ~(far & (x*A > 0)) # x·A > 0: on its way further out
     return -torch.where(keep, x.exp()*A, 0.)

@@ -20,7 +20,7 @@ from ..core.errors import ConfigError, RunError
 from ..scheduling import commands as cm
 from ..scheduling.decode import Decoder, Seat
 from ..scheduling.manager import RolloutManager
-from ..scheduling.roofline import Roofline, chain_s, knee_of, train_s
+from ..scheduling.roofline import Roofline, chain_s, knee_of, kv_knee, train_s
 from .traces import Lengths, known, length_of
 
 # %% ../../nbs/sim/01_world.ipynb #71803827
@@ -31,6 +31,7 @@ class Setup:
     repack: bool = True # where the schedule can
     every: float = 5. # s between looks
     batch: int | None = None # B; None = the knee of the engine's roofline, as `probed`
+    kv_max: float | None = None # C_max, as a fraction of the KV cache; None = the `kv_knee` of the engine's roofline
     gpus: int = 64
     rollouts: int = 40 # the actor has the other GPUs
     tp: int = 1 # GPUs of a rollout
@@ -77,7 +78,8 @@ class Setup:
     def told(self) -> dict:
         "For the table"
         return asdict(replace(self, lengths=None)) | dict(lengths=repr(self.lengths), alike=self.lengths.alike, engine=repr(self.engine),
-                                                          kv_tokens=self.engine.kv_tokens, actor_gpus=self.actor_gpus)
+                                                          kv_tokens=self.engine.kv_tokens, actor_gpus=self.actor_gpus,
+                                                          batch=self.batch or probed(self), kv_max=self.kv_max or kv_knee(self.engine))
 
 # %% ../../nbs/sim/01_world.ipynb #2283660d
 def probed(s: Setup) -> int:
@@ -112,7 +114,7 @@ class World:
         self.born, self.latencies, self.said = {}, [], Counter() # when a trajectory was placed first; seconds from then to its end; commands
         self.trained, self.samples, self.pulls, self.actor_busy = [(0., 0)], [], [], 0. # (time, tokens) of each step; looks; seconds; seconds
         self.moved, self.released, self.marks, self.stale = 0, 0, {}, {} # marks: the counters when counting began; staleness of each step
-        for r in self.rollouts.values(): self.feed(ev.RolloutJoined(r.id, r.host, s.concurrency, -1, r.decoder.room * 16, min(s.concurrency, s.batch or probed(s))))
+        for r in self.rollouts.values(): self.feed(ev.RolloutJoined(r.id, r.host, s.concurrency, -1, r.decoder.room * 16, min(s.concurrency, s.batch or probed(s)), s.kv_max or kv_knee(s.engine)))
         self.feed(ev.ActorJoined(1, 0))
         self.publish(0)
         self.feed(ev.BatchAsked(1, 1))
@@ -312,7 +314,8 @@ def figures(self: World) -> dict:
                 staleness_mean=float(np.mean([x for x, _ in stale])), staleness_max=max(x for _, x in stale), moves=d['moved'], released=d['released'],
                 bubble_fraction=1 - d['busy'] / (d['t'] * s.gpus), in_flight_mean=float(kept[:, 2].mean()),
                 pull_wait_s=float(np.mean(self.pulls[a['pulls']:] or [0.])), reprefill_tokens=d['reprefill'], preempted=d['preempted'],
-                latency_median_s=float(np.median(late)), latency_p99_s=float(np.percentile(late, 99)))
+                latency_median_s=float(np.median(late)), latency_p99_s=float(np.percentile(late, 99)),
+                looks_without_work=self.manager.moves.in_vain)
 
 def interval(trained: list[tuple[float, int]], # (time, tokens) of each step; the first is the beginning
              runs: int = 5) -> tuple[float, float]: # tokens/s, half of the 95 % interval
