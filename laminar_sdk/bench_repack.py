@@ -7,7 +7,7 @@ __all__ = ['Pair', 'crowd', 'plan_s', 'ratios', 'bench_repack', 'told']
 
 # %% ../nbs/10e_bench_repack.ipynb #0a1f6d9c
 import random, time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from .bench import table

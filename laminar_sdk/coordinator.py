@@ -197,11 +197,12 @@ async def tell(self: Coordinator, blob: bytes):
     for e in told:
         if isinstance(e, ev.Notice): self.tape.append('run', e)
         if isinstance(e, ev.VersionReady): self.tier.shown(e)
+        if isinstance(e, ev.LinkFailed): self.tier.broken(e)
         if isinstance(e, ev.RelayHeard): self.tier.feed(ev.RelayHeard, e.host, e.incarnation, e.newest, e.arriving, e.nbytes)
     if self.first_scored is None and any(isinstance(e, ev.GroupScored) and e.reward for e in told): self.first_scored = self.tape.now()
-    await self.feed(*(e for e in told if not isinstance(e, ev.Notice | ev.RelayHeard)))
+    await self.feed(*(e for e in told if not isinstance(e, ev.Notice | ev.RelayHeard | ev.LinkFailed)))
 
-_TOLD = ev.VersionReady | ev.GroupScored | ev.RelayHeard | ev.Notice
+_TOLD = ev.VersionReady | ev.GroupScored | ev.RelayHeard | ev.LinkFailed | ev.Notice
 
 @patch
 async def feed(self: Coordinator, *events): await self.pipeline.feed(*events)

@@ -40,16 +40,17 @@ class ToRollouts:
 
     async def _prefixes(self, asked): return await self.data.prefixes.remote(asked)
 
-    def _socket(self, rollout: int) -> str: # '' = its host has no relay now
-        return self.sockets.get(self.host_of(rollout), ('',))[0]
+    def _from(self, c) -> str: # path of a socket, or a neighbour's address
+        "Where a rollout takes the version of a command from"
+        return self.tier.where(self.host_of(c.rollout), c.version)
 
     def host_of(self, rollout: int) -> int:
         "The host of a rollout; those that were added later take turns"
         return self.plan.rollout_hosts[rollout % len(self.plan.rollout_hosts)]
 
-    def _do_StartWave(self, c): self.lanes.tell(c.rollout, 'wave', c.wave, c.version, self._socket(c.rollout), placements=c.placements)
+    def _do_StartWave(self, c): self.lanes.tell(c.rollout, 'wave', c.wave, c.version, self._from(c), placements=c.placements)
     def _do_Continue(self, c): self.lanes.tell(c.rollout, 'more', c.wave, c.version, placements=c.placements)
-    def _do_Switch(self, c): self.lanes.tell(c.rollout, 'switch', c.wave, c.version, self._socket(c.rollout))
+    def _do_Switch(self, c): self.lanes.tell(c.rollout, 'switch', c.wave, c.version, self._from(c))
     def _do_Abort(self, c): self.lanes.tell(c.rollout, 'abort', c.trajectories)
     def _do_Suspend(self, c): self.lanes.tell(c.rollout, 'suspend')
 

@@ -107,7 +107,7 @@ class World:
     def pull(self, c, life):
         e = self.engines[c.rollout]
         if life != self.life[c.rollout] or c.wave < e.wave: return
-        if c.version not in self.versions[self.host_of[c.rollout]] or ('pull' in self.faults and self.t < self.calm_at and self.rng.random() < .1):
+        if c.version not in self.within(self.host_of[c.rollout]) or ('pull' in self.faults and self.t < self.calm_at and self.rng.random() < .1):
             return self.feed(ev.PullFailed(c.rollout, c.wave, c.version, 'gone'))
         for t, (p, _) in e.flows.items(): # a new wave ends what the old one left; nobody may be waiting for it
             assert t not in self.manager.ledger.rows or self.manager.ledger.rows[t].lease > p.lease or not self.manager.outcomes.runs(t, p.lease), p
@@ -179,7 +179,7 @@ class World:
     def switch(self, c, life):
         e = self.engines[c.rollout]
         if life != self.life[c.rollout] or e.wave != c.wave: return
-        if c.version not in self.versions[self.host_of[c.rollout]]:
+        if c.version not in self.within(self.host_of[c.rollout]):
             e.flows.clear()
             return self.feed(ev.PullFailed(c.rollout, c.wave, c.version, 'gone'))
         e.version = c.version
@@ -195,6 +195,10 @@ class World:
 
     def do_Forget(self, c):
         for t in c.trajectories: self.tokens.pop(t, None)
+
+    def within(self, host):
+        "What a rollout of this host can pull; where the relay is dead, from any other"
+        return self.versions[host] or {v for have in self.versions.values() for v in have}
 
     # data
     def do_ScoreGroup(self, c): self.after(self.rng.uniform(.05, .4), self.scored, c, self.data_life)

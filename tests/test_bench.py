@@ -95,7 +95,38 @@ def test_delta():
     assert 'MB of memory' in said.splitlines()[0]
 
 
+ROW = {'schedule', 'repack', 'gen_tokens_per_s', 'train_tokens_per_s', 'kv_mean', 'staleness_mean', 'staleness_max', 'moves', 'released', 'bubble_fraction',
+       'in_flight_mean', 'pull_wait_s', 'reprefill_tokens', 'interval', 'cap', 'rollouts'}
+
+@pytest.mark.timeout(120)
+def test_schedules():
+    found, said = bench('schedules', '--quick', '--schedules', 'laminar,one_step,partial')
+    rows = found['rows']
+    assert [(r['schedule'], r['repack']) for r in rows] == [('laminar', True), ('laminar', False), ('one_step', False), ('partial', False)]
+    assert all(r.keys() >= ROW and r['world'] == 'simulated' and r['staleness_max'] <= 4 and 0 <= r['bubble_fraction'] < 1 for r in rows)
+    assert found['setup']['max_staleness'] == 4 and 'H800' in found['setup']['engine'] and 'schedules 4/4' in said
+    assert rows[0]['released'] and rows[0]['train_tokens_per_s'] > rows[2]['train_tokens_per_s'] and min(r['laminar_ratio'] for r in rows) == 1
+    found, _ = bench('schedules', '--scale', 'huge', check=2)
+    assert 'huge' in found['error'] and 'wide, narrow' in found['remedy']
+
+
+@pytest.mark.timeout(120)
+def test_repack():
+    found, _ = bench('repack', '--rollouts', 8, '--trajectories', 256, '--steps', 6, '--seeds', '0')
+    on, off = found['rows']
+    assert on.keys() >= ROW and on['released'] and not off['moves'] and found['gen_ratio'] > 1 and found['kv_ratio'] > 1 and found['plan_ms'] < 100
+
+
 # ---------------------------------------------------------------- the figures that are promised
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_repack_pays(figures):
+    found, _ = bench('repack', '--steps', 12, '--seeds', '0')
+    figures.update({k: found[k] for k in found if k.endswith('_ratio')}, plan_ms=found['plan_ms'])
+    assert found['gen_ratio'] >= 1.26 and found['kv_ratio'] >= 1.1 and found['latency_median_ratio'] <= 1.05 and found['plan_ms'] <= 10
+
+
 
 @pytest.mark.long(sample=False)
 def test_chain_is_as_fast_as_the_wire(namespaces, figures):

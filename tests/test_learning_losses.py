@@ -65,12 +65,12 @@ def test_gspo_by_formula(dtype, seed, spread):
     lr, A = t['lr'].requires_grad_(), t['A'][:, :1].nan_to_num(.7).expand(m.shape) # one advantage an answer, as the paper has it
     loss = gspo(lr, A, m, low, high)
     (grad,) = torch.autograd.grad(sequence_mean_of_means(loss, m), lr)
-    a, expected, slope, S = A.double().numpy(), 0., np.zeros(mask.shape), max(mask.any(1).sum(), 1)
+    a, expected, slope, S = A.double().numpy(), np.zeros(mask.shape), np.zeros(mask.shape), max(mask.any(1).sum(), 1)
     for b in np.flatnonzero(mask.any(1)):
         s = np.exp(n['lr'][b, mask[b]].mean())
-        expected += -min(s*a[b, 0], min(max(s, 1 - low), 1 + high)*a[b, 0])/S
+        expected[b, mask[b]] = -min(s*a[b, 0], min(max(s, 1 - low), 1 + high)*a[b, 0]) # the answer's, at each of its tokens
         if not (a[b, 0] > 0 and s > 1 + high or a[b, 0] < 0 and s < 1 - low): slope[b, mask[b]] = -s*a[b, 0]/mask[b].sum()/S
-    near(sequence_mean_of_means(loss, m), expected, dtype); near(grad, slope, dtype)
+    near(loss[m], expected[mask], dtype); near(grad, slope, dtype)
 
 
 @pytest.mark.parametrize('dtype', DTYPES)
@@ -124,11 +124,11 @@ def test_value_loss_by_formula(dtype, clip, seed):
     v, old, R = n['A'][mask], n['new'][mask], (t['lr'] + t['new']).double().numpy()[mask]
     plain, expected, slope = (v - R)**2, [], []
     for i in range(len(v)):
-        moved = old[i] + (v[i] - old[i] if clip is None else min(max(v[i] - old[i], -clip), clip))
-        expected.append(max(plain[i], (moved - R[i])**2)/2)
-        slope.append(0. if moved != v[i] and (moved - R[i])**2 > plain[i] else v[i] - R[i])
-    np.testing.assert_allclose(loss.detach().numpy(), expected, rtol=1e-5, atol=1e-6) # V − R cancels before the square
-    np.testing.assert_allclose(grad.numpy(), slope, rtol=1e-5, atol=1e-6)
+        inside = clip is None or abs(v[i] - old[i]) <= clip
+        clipped = plain[i] if inside else (old[i] + np.sign(v[i] - old[i])*clip - R[i])**2
+        expected.append(max(plain[i], clipped)/2)
+        slope.append(0. if clipped > plain[i] else v[i] - R[i])
+    near(loss, expected, dtype); near(grad, slope, dtype)
 
 
 @pytest.mark.parametrize('dtype', DTYPES)
@@ -141,8 +141,8 @@ def test_kl_by_formula(dtype, xs):
         k = kl_estimate(x, kind)
         grad, = torch.autograd.grad(k.sum(), x)
         np.testing.assert_allclose(k.detach().double().numpy(), value, rtol=1e-6, atol=1e-22) # each for itself, however small
-        np.testing.assert_allclose(grad.double().numpy(), slope, rtol=1e-6, atol=1e-22)
-        near(kl_rewards(torch.ones_like(x), x, .1, kind), 1 - .1*value)
+        np.testing.assert_allclose(grad.double().numpy(), slope, rtol=1e-6, atol=1e-15)
+        np.testing.assert_allclose(kl_rewards(torch.ones_like(x), x, .1, kind).detach().double().numpy(), 1 - .1*value, rtol=1e-6, atol=1e-6) # of the reward, 1
         assert not kl_rewards(torch.ones_like(x), x, .1, kind).requires_grad
 
 
@@ -151,13 +151,14 @@ def test_kl_by_formula(dtype, xs):
 @given(seeds, st.integers(1, 9), st.sampled_from([1., .6, 2.]))
 def test_entropy_by_formula(dtype, seed, chunk, tau):
     rng = np.random.default_rng(seed)
-    z = torch.tensor(rng.normal(0, 3, (int(rng.integers(0, 7)), 11)), dtype=dtype, requires_grad=True)
+    z = torch.tensor(rng.normal(0, 2, (int(rng.integers(0, 7)), 11)), dtype=dtype, requires_grad=True)
     H = entropy(z, tau, chunk)
     grad, = torch.autograd.grad((H*torch.arange(1., len(z) + 1)).sum(), z)
     y = z.detach().double().numpy()/tau
     p = np.exp(y - y.max(1, keepdims=True)); p /= p.sum(1, keepdims=True)
     h = -(p*np.log(p)).sum(1)
-    near(H, h, dtype); near(grad, -p*(np.log(p) + h[:, None])/tau*np.arange(1, len(z) + 1)[:, None], dtype)
+    np.testing.assert_allclose(H.detach().double().numpy(), h, rtol=1e-6 if dtype == torch.float32 else 1e-11) # each for itself, decided or not
+    near(grad, -p*(np.log(p) + h[:, None])/tau*np.arange(1, len(z) + 1)[:, None], dtype)
 
 
 def test_entropy_holds_one_chunk_and_not_the_whole():
@@ -166,7 +167,8 @@ def test_entropy_holds_one_chunk_and_not_the_whole():
         seen = 0
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
-            if out.untyped_storage().data_ptr() not in known: self.seen = max(self.seen, out.numel())
+            for x in out if isinstance(out, (tuple, list)) else [out]:
+                if x.untyped_storage().data_ptr() not in known: self.seen = max(self.seen, x.numel())
             return out
     z, kept = torch.randn(256, 4096, requires_grad=True), []
     known = {z.untyped_storage().data_ptr()}

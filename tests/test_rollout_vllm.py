@@ -334,6 +334,22 @@ def test_memory_is_given_away_and_taken_back(world):
     assert run(world, ask(world, LONG, 10, id='after', temperature=0.)).ids == before
 
 
+def test_turns(world):
+    "Conversations with a tool: moved five times or not, the tokens are the same, and their log-probs those of transformers"
+    import torch
+    from laminar_sdk.rollout.environment_pool import EnvironmentPool, pack_environment
+    from test_rollout_turns import Steps, on_a_real_engine
+    hold(world, world.a)
+    def logprobs(ids):
+        with torch.no_grad(): rows = world.a(torch.tensor(ids.astype('int64'))[None]).logits[0].log_softmax(-1)
+        return rows[:-1].gather(1, torch.tensor(ids.astype('int64'))[1:, None])[:, 0].numpy()
+    async def story():
+        pool = EnvironmentPool(pack_environment(Steps()))
+        try: return await on_a_real_engine(world.engine, pool, logprobs=logprobs)
+        finally: await pool.stop()
+    assert sum(len(t.calls) > 1 for t in run(world, story())) > 0
+
+
 def test_killed(world, figures):
     "kill -9 of the core: everything in flight ends with EngineDead at once, a load in its middle too, and what comes later. Stands last"
     async def go():

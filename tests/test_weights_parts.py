@@ -1,12 +1,12 @@
 """Several ranks of one actor as real processes, on one host and on two, each of which writes its own part: what appears is whole, or it does not appear"""
-import json, os, queue, secrets, signal, socket, subprocess, sys, tempfile, threading, time
+import json, os, queue, random, secrets, signal, socket, subprocess, sys, tempfile, threading, time
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np, pytest, torch
 from hypothesis import given, settings, strategies as st
 
-from laminar_sdk.core.errors import ClusterError, LaminarError
+from laminar_sdk.core.errors import ClusterError, LaminarError, MissingError
 from laminar_sdk.weights.client import RelayClient
 from laminar_sdk.weights.gathering import Gathering
 from laminar_sdk.weights.layout import Layout, views
@@ -48,11 +48,11 @@ def rank_main(files, path, rank, ranks, cut, rows):
             elif do == 'give':
                 old, client = client, RelayClient(path)
                 client.follow(old)
-                say(given=client.writer.sealed.hand_to(path))
+                say(given=client.writer.sealed.hand_to(path) if client.writer.sealed else None)
             else:
                 r = client.publish(version, mine(version), step=version)
                 say(version=version, stall_s=r.stall_s, copy_s=r.copy_s, nbytes=r.nbytes, stranded=r.stranded)
-        except LaminarError as e: say(error=e.message)
+        except LaminarError as e: say(**{'error' if do != 'give' else 'given': e.message})
 
 def nursery(path):
     "Loads torch once, and becomes a rank for whoever calls"
@@ -83,11 +83,12 @@ class Speaker:
 
     def tell(self, said): print(json.dumps(said), file=self.write, flush=True)
     def hear(self, *keys, timeout_s=20):
-        "The next thing said that has one of these keys"
+        "The next thing said that has one of these keys; the others are kept for who asks for them"
         end = time.monotonic() + timeout_s
         while True:
-            self.kept.append(said := self.said.get(timeout=max(.01, end - time.monotonic())))
-            if said.keys() & set(keys): return said
+            for said in self.kept:
+                if said.keys() & set(keys): return self.kept.remove(said) or said
+            self.kept.append(self.said.get(timeout=max(.01, end - time.monotonic())))
 
 class Process(Speaker):
     "A process of ours"
@@ -156,12 +157,20 @@ class Hosts:
         "Wait until a version is on these hosts, or all, and compare it with what it should be"
         for h in hosts or self.relays:
             with RelayClient(self.relays[h].socket) as c:
-                assert c.wait_for(version, timeout_s=20) >= version
+                try: c.wait_for(version, timeout_s=20)
+                except ClusterError as e: raise AssertionError(f'{e.message}; {self.failures()}') from e
                 with c.pull(version) as p:
                     p.verify()
                     right = model(version)
                     for name, x in p.views().items(): assert torch.equal(x, right[name]), f'version {version} on host {h}: {name}'
                     del x
+
+    def failures(self):
+        "What all relays have said of failures"
+        for r in self.relays.values():
+            with suppress(queue.Empty):
+                while True: r.kept.append(r.said.get_nowait())
+        return {h: [s for s in r.kept if 'failure' in s] for h, r in self.relays.items()}
 
     def newest(self, host):
         with RelayClient(self.relays[host].socket) as c: return max((v.version for v in c.versions()), default=-1)
@@ -171,11 +180,8 @@ class Hosts:
 
     def failure(self, host, what, timeout_s=10):
         "What a relay says of a failure of this kind"
-        end = time.monotonic() + timeout_s
-        while True:
-            said = next((s for s in self.relays[host].kept if s.get('failure') == what), None)
-            if said: return self.relays[host].kept.remove(said) or said['reason']
-            self.relays[host].hear('failure', timeout_s=max(.01, end - time.monotonic()))
+        while (said := self.relays[host].hear('failure', timeout_s=timeout_s))['failure'] != what: continue
+        return said['reason']
 
 @pytest.fixture
 def world(cradle):
@@ -238,7 +244,8 @@ def test_what_shows_is_whole(data):
         act = data.draw(st.sampled_from(['write', 'write', 'write', 'seal', 'seal', 'seal', 'seal', 'die', 'stop', 'enter', 'skip']))
         a = at.get(rank)
         if act == 'skip': last[rank] += 1
-        elif a is None and act in ('write', 'seal'): at[rank] = g.join(owners[rank], layout, parts[rank])
+        elif a is None and act in ('write', 'seal'):
+            if (a := g.join(owners[rank], layout, parts[rank])) is not None: at[rank] = a
         elif a is None and act == 'enter':
             with suppress(LaminarError):
                 if (a := g.enter(gone, layout, parts[rank], last[rank] + 1)) is None: continue
@@ -343,9 +350,68 @@ def test_the_master_dies_and_another_one_gathers(world):
     w.chain([1, 2, 0])
     for r in (0, 1):
         w.ranks[r].tell(['give', 3, w.relays[0].socket])
-        assert w.ranks[r].hear('given', 'error').get('given') == -1
+        assert w.ranks[r].hear('given')['given'] in (-1, 2) # what that relay has by then
     w.whole(3)
     for v in (4, 5): assert all('version' in r for r in w.publish(v))
     w.whole(5)
+
+# ---------------------------------------------------------------- anything may happen
+
+def storm(w, rng, rounds):
+    "Ranks and relays are killed at any moment, one a round; what can be read is always whole, and when it is over, versions come again. How many came about"
+    version, came = 0, 0
+    for _ in range(rounds):
+        victim, when = rng.choice(['rank', 'rank', 'relay', 'nobody']), rng.choice(['half', 'before', 'between', 'after'])
+        r, h = rng.randrange(len(w.ranks)), rng.randrange(len(w.relays))
+        def strike():
+            if victim == 'rank':
+                w.ranks[r].kill()
+                w.ranks[r] = w.rank(r)
+            elif victim == 'relay':
+                w.relays[h].kill()
+                w.chain(others := [x for x in w.relays if x != h])
+                w.relay(h)
+                w.chain([*others, h])
+                for i, rank in enumerate(w.ranks):
+                    if w.placed[i] == h: rank.tell(['give', version, w.relays[h].socket])
+        order = rng.sample(range(len(w.ranks)), len(w.ranks))
+        if when == 'half' and victim == 'rank': w.ranks[r].tell(['half', version, '']), time.sleep(.1)
+        if when in ('half', 'before'): strike()
+        asked = []
+        for n, i in enumerate(order): # at once: a rank may have to wait for the others' part of the version before
+            if n == 2 and when == 'between': strike()
+            w.ranks[i].tell(['publish', version, ''])
+            asked.append(w.ranks[i])
+        for rank in asked: rank in w.ranks and rank.hear('version', 'error')
+        if when == 'after': strike()
+        time.sleep(rng.uniform(0, .2))
+        version += 1
+        came += look(w, version)
+    for _ in range(4): w.publish(version); version += 1 # each hears what became of the last, and goes on
+    assert all('version' in said for said in w.publish(version))
+    w.whole(version)
+    return came
+
+def look(w, version):
+    "Compare everything that can be read on any host; whether the newest version is there"
+    found = []
+    for relay in w.relays.values():
+        with RelayClient(relay.socket) as c:
+            for there in c.versions():
+                found.append(there.version)
+                with suppress(MissingError), c.pull(there.version) as p: # it may just have gone
+                    right = model(there.version)
+                    for name, x in p.views().items(): assert torch.equal(x, right[name]), f'version {there.version}: {name}'
+                    del x
+    return version - 1 in found
+
+@pytest.mark.timeout(120)
+def test_ranks_and_relays_are_killed(world, figures):
+    figures['came_about'] = [storm(world(2, [0, 0, 1, 1], 'columns'), random.Random(3), 6), 6]
+
+@pytest.mark.long
+@pytest.mark.parametrize('seed', range(3))
+def test_ranks_and_relays_are_killed_forty_times(world, seed, figures):
+    figures['came_about'] = [storm(world(2, [0, 0, 1, 1], ['rows', 'columns'][seed % 2]), random.Random(seed), 40), 40]
 
 if __name__ == '__main__': nursery(sys.argv[1])

@@ -18,21 +18,28 @@ class _Entropy(torch.autograd.Function):
     def forward(ctx, logits_NV, tau_N1, chunk):
         ctx.save_for_backward(logits_NV, tau_N1)
         ctx.chunk, H_N = chunk, torch.empty(len(logits_NV), dtype=tau_N1.dtype, device=logits_NV.device)
-        for i in range(0, len(H_N), chunk): H_N[i:i + chunk] = torch.special.entr(_softmax(logits_NV, tau_N1, i, chunk)).sum(-1)
+        for i in range(0, len(H_N), chunk):
+            *_, rest, mean = _terms(logits_NV[i:i + chunk], tau_N1[i:i + chunk])
+            H_N[i:i + chunk] = (rest.log1p() + mean)[:, 0]
         return H_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_N):
         logits_NV, tau_N1 = ctx.saved_tensors
-        out = torch.empty_like(logits_NV)
-        for i in range(0, len(out), ctx.chunk):
-            p = _softmax(logits_NV, tau_N1, i, ctx.chunk)
-            h = torch.special.entr(p)
-            out[i:i + ctx.chunk] = (h - p*h.sum(-1, keepdim=True))*(grad_N[i:i + ctx.chunk, None]/tau_N1[i:i + ctx.chunk])
+        out, n = torch.empty_like(logits_NV), ctx.chunk
+        for i in range(0, len(out), n):
+            e, u, rest, mean = _terms(logits_NV[i:i + n], tau_N1[i:i + n])
+            out[i:i + n] = -e/(1 + rest)*(u + mean)*(grad_N[i:i + n, None]/tau_N1[i:i + n])
         return out, None, None
 
-def _softmax(logits_NV, tau_N1, i, chunk): return (logits_NV[i:i + chunk].to(tau_N1.dtype)/tau_N1[i:i + chunk]).softmax(-1)
+def _terms(z, tau):
+    "e^u, u, s and E of one chunk"
+    top, at = z.max(-1, keepdim=True)
+    u = (z.to(tau.dtype) - top)/tau
+    e = u.exp()
+    u, rest = torch.where(e > 0, u, 0.), e.scatter(-1, at, 0.).sum(-1, keepdim=True)
+    return e, u, rest, -(e*u).sum(-1, keepdim=True)/(1 + rest)
 
 # %% ../../nbs/learning/01e_entropy.ipynb #1c435bb2
 def entropy(logits: Tensor, # [..., V]

@@ -73,7 +73,7 @@ def draw(answer: Answer, request: GenerationRequest, room: int, seed: int) -> Fl
     n, first = len(request.prompt_ids), request.generated
     prompt = request.prompt_ids[:n - first]
     key = prompt_key(prompt)
-    root = next(x for x in (request.root, request.seed, seed) if x is not None)
+    root = seed if request.seed is None else request.seed # of the trajectory: the same in all its parts
     ids = np.asarray(answer(prompt, np.random.default_rng([root, key])), np.int32)
     left = ids[min(first, len(ids) - 1):]
     return Flow(request, left[:room], 'stop' if len(left) <= room else 'length', Seat(request.id, n, min(room, len(left)), key, n - first, first > 0))

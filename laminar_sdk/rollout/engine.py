@@ -28,7 +28,6 @@ class GenerationRequest:
     stop_token_ids: tuple[int, ...] = () # beside the engine's EOS ids
     seed: int | None = None # the same seed, prompt and weights give the same tokens
     generated: int = 0 # tokens of this response that `prompt_ids` ends with, made before it moved
-    root: int | None = None # the trajectory's own seed, the same in all its parts; None = `seed`
 
     def room(self, max_model_len: int # tokens of prompt and response
             ) -> int: # tokens that may be generated

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from ..core.config import Sampling
+from ..core.errors import IntegrityError, RunError
 from ..core.events import PullFailed, Refused, Switched, WaveStarted
 from ..core.types import Call
 from .engine import Chunk, GenerationRequest, RequestRefused, trajectory_seed
@@ -54,7 +55,8 @@ class Assignment:
         prompt, said = np.split(ids, [len(ids) - self.first])
         budget = min(self.options.get('max_tokens', 256), max_model_len - len(prompt))
         if budget < 1: raise RequestRefused(f'a prompt of {len(prompt)} tokens; {max_model_len} is all that the model takes', 'shorten it')
-        return rebuild(prompt, budget, spec, said, np.zeros(self.first, np.float32), self.calls, reader.how_ended)
+        try: return rebuild(prompt, budget, spec, said, np.zeros(self.first, np.float32), self.calls, reader.how_ended)
+        except (IntegrityError, RunError) as e: raise RequestRefused(f'it cannot be gone on with: {e.message}', e.remedy) from e
 
 # %% ../../nbs/rollout/03b_reports.ipynb #3d967cfb
 class Piece(msgspec.Struct, array_like=True, frozen=True):

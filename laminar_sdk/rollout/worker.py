@@ -14,9 +14,10 @@ from typing import Awaitable, Callable
 from fastcore.basics import patch
 
 from ..core.events import PullFailed, Refused, Switched, WaveStarted
-from .engine import Chunk, Engine, EngineDead, RequestRefused
+from .engine import Chunk, Engine, EngineDead, LoadReport, RequestRefused
 from .environment import EnvironmentSpec
 from .reports import Assignment, Compartment, Outbox, Report
+from ..weights.neighbour import near
 from .stops import Reader
 from .turns import Sessions, TurnLoop
 
@@ -38,7 +39,7 @@ class Order:
     "A wave as it was ordered"
     wave: int
     version: int
-    socket_path: str # of the relay on this host
+    socket_path: str # of the relay on this host, or tcp://HOST:PORT of a neighbour's
     items: list[Assignment]
     kind: str = 'wave' # wave | more: these too, in the wave that runs | switch: another version under what runs
     pull_s: float = 0. # what taking the version cost
@@ -55,6 +56,7 @@ class RolloutWorker:
                  heartbeat_s: float = 1., # longest silence
                  report_timeout_s: float = 60., # then a report is sent again
                  seed: int | None = None, # of the run; None = the engine's
+                 secret: bytes = b'', # of the run's relays, to pull from a neighbour's
                  incarnation: int | None = None, # None = from the clock
                  readers: dict[str, Reader] = {}, # by kind of trajectory; of a kind without one, nothing is read
                  spec: EnvironmentSpec | None = None, # of the run's environment
@@ -63,6 +65,7 @@ class RolloutWorker:
         self.readers, self.spec, self.sessions = readers, spec, sessions
         self.index, self.engine, self.report, self.interval_s = index, engine, report, interval_s
         self.heartbeat_s, self.report_timeout_s = heartbeat_s, report_timeout_s
+        self.secret = secret
         self.seed = engine.seed if seed is None else seed
         self.incarnation = time.time_ns() // 1_000_000 if incarnation is None else incarnation
         self.version, self.seq, self.failed_sends, self.sending, self.dead = -1, 0, 0, False, ''
@@ -125,10 +128,18 @@ def _more(self: RolloutWorker, order: Order):
         for item in order.items: self.outbox.add(item, item.first, Chunk(finish_reason='abort'))
 
 @patch
+async def _load(self: RolloutWorker, order: Order, keep: bool = False) -> LoadReport:
+    "From the relay of this host, or, while that is away, from a neighbour's, whose version is brought here first"
+    lent = near(order.socket_path, order.version, self.secret)
+    path = await asyncio.to_thread(lent.__enter__)
+    try: return await (self.engine.load(order.version, path, keep=True) if keep else self.engine.load(order.version, path))
+    finally: await asyncio.to_thread(lent.__exit__, None, None, None)
+
+@patch
 async def _switch(self: RolloutWorker, order: Order):
     "Take a version between two tokens; if that fails, nothing that runs can be trusted to go on"
     self.orders.popleft()
-    try: loaded = await self.engine.load(order.version, order.socket_path, keep=True)
+    try: loaded = await self._load(order, keep=True)
     except EngineDead as e: self._die(e)
     except Exception as e:
         await self._leave_rest()
@@ -165,7 +176,7 @@ async def _drained(self: RolloutWorker):
 async def _pull(self: RolloutWorker, order: Order) -> bool: # whether the rollout holds the order's version
     "Take the version of a wave"
     self.version = -1
-    try: loaded = await self.engine.load(order.version, order.socket_path)
+    try: loaded = await self._load(order)
     except EngineDead as e: return self._die(e)
     except Exception as e:
         self.orders.popleft()
@@ -231,7 +242,7 @@ async def _cut(self: RolloutWorker):
     for key in list(self.cut): await (self.loops[key].abort() if key in self.loops else self.engine.abort(key))
 
 @patch
-def _load(self: RolloutWorker) -> int:
+def _engaged(self: RolloutWorker) -> int:
     "Tokens of all that is in the engine"
     away = {k for k, loop in self.loops.items() if loop.turns.todo != 'generate'}
     return sum(n for k, n in self.holds.items() if k not in away)
@@ -267,7 +278,7 @@ def _compose(self: RolloutWorker, part: Compartment) -> Report:
     now, stats, (then, tokens) = time.monotonic(), self.engine.stats(), self.said
     self.seq, self.said = self.seq + 1, (now, self.outbox.tokens)
     return Report(self.index, self.incarnation, self.seq, part.version, part.events, part.pieces(), stats.kv_used, stats.running,
-                  stats.waiting, self._load(), (self.outbox.tokens - tokens) / max(now - then, 1e-6), self.dead, self.engine.emulated)
+                  stats.waiting, self._engaged(), (self.outbox.tokens - tokens) / max(now - then, 1e-6), self.dead, self.engine.emulated)
 
 @patch
 async def _deliver(self: RolloutWorker, report: Report):

@@ -110,7 +110,7 @@ def _wave(self: Dispatch, r: Rollout, total: int) -> int: # trajectories
 
 @patch
 def _version(self: Dispatch, r: Rollout, s: Situation | None = None) -> int | None:
-    return self.schedule.version(self.fleet.ready.get(r.host, []), r.held, s or self.situation())
+    return self.schedule.version(self.fleet.within(r.host), r.held, s or self.situation())
 
 @patch
 def _fresh(self: Dispatch) -> list[list[int]]:

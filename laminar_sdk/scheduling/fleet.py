@@ -54,6 +54,7 @@ class Fleet:
         self.keep = keep
         self.rollouts: dict[int, Rollout] = {}
         self.ready: dict[int, list[int]] = {} # versions by host, ascending
+        self.away: set[int] = set() # hosts whose relay has died: their rollouts pull from a neighbour's
         self.now, self._queue = math.inf, 0 # s; before the first `Tick` nobody is put off
         self.known_from = -math.inf # s; before, after a restart, who has not been heard of is not given up
 
@@ -93,6 +94,7 @@ def arrived(self: Fleet, host: int, version: int,
             pinned: list[int] # versions that relays keep because an evaluation needs them
            ):
     "A host's relay holds a version"
+    self.away.discard(host)
     have = sorted({*self.ready.get(host, ()), version})
     self.ready[host] = [v for v in have if v in pinned or v in have[-self.keep:]]
     for r in self.rollouts.values():
@@ -103,17 +105,24 @@ def gone(self: Fleet, host: int,
          version: int | None = None # None = all
         ):
     "A host's relay has lost a version, or has died"
+    if version is None: self.away.add(host)
     self.ready[host] = [v for v in self.ready.get(host, ()) if version not in (None, v)]
+
+@patch
+def within(self: Fleet, host: int) -> list[int]: # versions, ascending
+    "What a rollout of this host can pull: what its own relay holds, or, while that is away, what any other does"
+    if host not in self.away: return self.ready.get(host, [])
+    return sorted({v for have in self.ready.values() for v in have})
 
 @patch
 def newest(self: Fleet) -> int | None:
     "The newest version that the relay of some rollout holds"
-    return max((v for r in self.rollouts.values() for v in self.ready.get(r.host, ())), default=None)
+    return max((v for host in {r.host for r in self.rollouts.values()} for v in self.within(host)), default=None)
 
 @patch
 def reaches(self: Fleet, r: Rollout, version: int) -> bool:
     "Whether a rollout could generate with this version"
-    return version == r.held or version in self.ready.get(r.host, ())
+    return version == r.held or version in self.within(r.host)
 
 @patch
 def lost(self: Fleet, version: int) -> bool:

@@ -123,7 +123,7 @@ def on_pull_failed(self: RolloutManager, e: ev.PullFailed) -> list[Command]:
     out = self.outcomes.park(ids)
     self.fleet.rest(r)
     self.fleet.put_off(r)
-    if e.version != max(self.fleet.ready.get(r.host, ()), default=None): self.fleet.gone(r.host, e.version)
+    if e.version != max(self.fleet.within(r.host), default=None): self.fleet.gone(r.host, e.version)
     return out
 
 # %% ../../nbs/scheduling/11_manager.ipynb #f574a33a
@@ -161,7 +161,7 @@ def on_repack_set(self: RolloutManager, e: ev.RepackSet) -> list[Command]:
 @patch
 def _newer(self: RolloutManager, r: Rollout) -> list[Command]:
     "What a rollout in the middle of a wave does about a version that its host has now"
-    how, newest = self.dispatch.schedule.newer, max(self.fleet.ready.get(r.host, ()), default=-1)
+    how, newest = self.dispatch.schedule.newer, max(self.fleet.within(r.host), default=-1)
     if how == 'finish' or not r.running or r.kind != 'train' or r.newer is not None or r.held != r.version or newest <= r.version: return []
     r.newer = newest
     return [Switch(r.id, r.wave, newest) if how == 'switch' else Abort(r.id, list(r.running))]
@@ -263,7 +263,7 @@ def on_data_lost(self: RolloutManager, e: ev.DataLost) -> list[Command]:
 
 @patch
 def on_restarted(self: RolloutManager, e: ev.Restarted) -> list[Command]:
-    for known in (self.fleet.rollouts, self.fleet.ready): known.clear()
+    for known in (self.fleet.rollouts, self.fleet.ready, self.fleet.away): known.clear()
     self.fleet.known_from = math.inf # until the clock is heard, and then some seconds
     self.batches.asked = None
     return self.outcomes.lose_unscored(e.held) + self.evals.again()

@@ -63,7 +63,7 @@ def wanted(self: Moves) -> int: # rollouts
     groups = min(c.groups_bound - inside, c.steps * s.size - s.admitted, paced(s, c.max_staleness))
     todo = max(0, groups) * size + sum(map(len, self.ledger.waiting.values()))
     total, schedule = sum(r.batch for r in alive), schedule_for(c)
-    wave = sum(schedule.wave(r.batch, r.capacity, total, s.size * size) for r in alive) / len(alive)
+    wave = sum(max(1, schedule.wave(r.batch, r.capacity, total, s.size * size) // size) * size for r in alive) / len(alive) # of whole groups
     return max(0, ceil(todo / wave) - len(self.fleet.free()))
 
 @patch
@@ -96,7 +96,8 @@ def look(self: Moves, trigger: str) -> list[Command]:
 @patch
 def figures(self: Moves) -> dict[str, int]:
     "What came of the looks so far"
-    return dict(plans=self.made, moving=len(self.under_way), looks_with_idle=self.seen[0], looks_with_two_of_a_version=self.seen[1], looks_without_work=self.in_vain)
+    return dict(plans=self.made, moving=len(self.under_way), looks_with_idle=self.seen[0], looks_with_two_of_a_version=self.seen[1],
+                looks_without_work=self.in_vain)
 
 @patch
 def tick(self: Moves) -> list[Command]:

@@ -114,7 +114,8 @@ class World:
         self.born, self.latencies, self.said = {}, [], Counter() # when a trajectory was placed first; seconds from then to its end; commands
         self.trained, self.samples, self.pulls, self.actor_busy = [(0., 0)], [], [], 0. # (time, tokens) of each step; looks; seconds; seconds
         self.moved, self.released, self.marks, self.stale = 0, 0, {}, {} # marks: the counters when counting began; staleness of each step
-        for r in self.rollouts.values(): self.feed(ev.RolloutJoined(r.id, r.host, s.concurrency, -1, r.decoder.room * 16, min(s.concurrency, s.batch or probed(s)), s.kv_max or kv_knee(s.engine)))
+        batch, kv_max = min(s.concurrency, s.batch or probed(s)), s.kv_max or kv_knee(s.engine)
+        for r in self.rollouts.values(): self.feed(ev.RolloutJoined(r.id, r.host, s.concurrency, -1, r.decoder.room * 16, batch, kv_max))
         self.feed(ev.ActorJoined(1, 0))
         self.publish(0)
         self.feed(ev.BatchAsked(1, 1))

@@ -28,7 +28,7 @@ class Written:
     "A part of one version, packed"
     def __init__(self, part: Part, layout: Layout, version: int, step: int, incarnation: int, segment: Segment):
         self.part, self.layout, self.version, self.step, self.incarnation, self.segment = part, layout, version, step, incarnation, segment
-        self.own, self.brought, self.strikes = packed(part, layout), False, 0
+        self.own, self.brought, self.strikes, self.tried = packed(part, layout), False, 0, 0 # times that it was offered
 
     @property
     def bytes(self) -> memoryview: return memoryview(self.segment.memory)[:self.own.nbytes]
@@ -165,11 +165,12 @@ def run(self: Courier):
 
 @patch
 def _next(self: Courier) -> Written | None:
-    "The oldest part that the master does not have"
+    "A part that the master does not have: the one least often tried, for it may be what the others have to wait for"
     def due(): return [w for w in self.held.values() if self._owed(w)]
     with self.changed:
         self.changed.wait_for(lambda: self.ended.is_set() or due())
-        self.busy = None if self.ended.is_set() else min(due(), key=lambda w: (w.version, w.part.rank), default=None)
+        self.busy = None if self.ended.is_set() else min(due(), key=lambda w: (w.tried, w.version, w.part.rank), default=None)
+        if self.busy: self.busy.tried += 1
         return self.busy
 
 @patch

@@ -49,13 +49,27 @@ class Gathering:
                 ):
         self.shelf, self.patience_s, self.changed = shelf, patience_s, threading.Condition(threading.RLock())
         self.now, self.crew, self.proved = None, object(), None # an `Assembly`; owner of the segments; parts that were found to tile
+        self.lost = -1 # the newest version of which a part was refused: it cannot come about, whoever else brings its part
+        self.has: dict[int, set] = {} # by segment: who has it mapped to write
         self.news: dict[int, str] = {} # by rank: why a version of which its part was in was not published
 
     def __repr__(self): return f'Gathering({self.now})'
 
-    def mapped(self) -> list[int]:
-        "The segments that the crew may have mapped"
-        return [s.id for s in self.shelf.pool.segments() if s.owner is self.crew]
+    def mapped(self, owner: Any) -> list[int]:
+        "The segments that still exist of those that somebody has mapped"
+        there = {s.id for s in self.shelf.pool.segments()}
+        self.has = {id: who for id, who in self.has.items() if id in there}
+        return [id for id, who in self.has.items() if owner in who]
+
+    def forget(self, owner: Any):
+        "A connection has closed"
+        with self.changed:
+            for who in self.has.values(): who.discard(owner)
+
+    def _renew(self):
+        "From now on fresh memory"
+        self.shelf.pool.forget(self.crew)
+        self.crew = object()
 
     def _fits(self, a: Assembly, part: Part, layout: Layout):
         if a.ranks != part.ranks: raise ConfigError(f'rank {part.rank} says that there are {part.ranks} ranks, the others say {a.ranks}', 'start all ranks with one plan')
@@ -67,7 +81,7 @@ class Gathering:
 
 # %% ../../nbs/weights/01e_gathering.ipynb #6f910d95
 @patch
-def join(self: Gathering, owner: Any, layout: Layout, part: Part) -> Assembly:
+def join(self: Gathering, owner: Any, layout: Layout, part: Part) -> Assembly | None: # None: it is too late to map it
     "The image in which a rank of this host may write its part"
     packed(part, layout) # raises where it does not fit
     with self.changed:
@@ -77,6 +91,9 @@ def join(self: Gathering, owner: Any, layout: Layout, part: Part) -> Assembly:
             else: self.changed.wait(.05 + max(0., a.moved + self.patience_s - time.perf_counter()))
         if a and a.here.get(part.rank, owner) is not owner: self._lost(a, part.rank)
         a = self._open(layout, part)
+        who = self.has.setdefault(a.segment.id, set())
+        if a.segment.sealed and owner not in who: return self._renew()
+        who.add(owner)
         a.here[part.rank] = owner
         return a
 
@@ -102,7 +119,7 @@ def seal(self: Gathering, a: Assembly, part: Part, version: int, step: int, inca
     "A part is written"
     with self.changed:
         try:
-            if a.over: raise ConfigError(a.over, 'publish again, under the next number')
+            if a.over: self._never(version, a.over)
             self._turn(a, version, step, incarnation)
         except LaminarError:
             self._left(a, part.rank)
@@ -135,7 +152,7 @@ def bring(self: Gathering, part: Part, layout: Layout, version: int, step: int, 
 def _wanted(self: Gathering, part: Part, version: int) -> bool:
     "Whether a part from elsewhere is still to come; raises if it is too late or too early"
     with self.changed:
-        self.shelf.store.check(version)
+        self._check(version)
         a = self.now
         if a is None or part.rank not in a.parts: return True
         if version > a.version and a.stalled(self.patience_s): self._end(a, f'{_named(a.missing)} did not bring {_their(a.missing)} of version {a.version}')
@@ -146,12 +163,24 @@ def _wanted(self: Gathering, part: Part, version: int) -> bool:
 @patch
 def _turn(self: Gathering, a: Assembly, version: int, step: int, incarnation: int):
     "The version of an assembly, as one more rank sees it"
-    self.shelf.store.check(version)
+    self._check(version)
     if version < a.version: raise ConfigError(f'version {version} is over: version {a.version} is being gathered', 'publish again, under its number')
     if version > a.version and a.parts:
         self._tell(a, f'{_named(a.missing)} went on to version {version}')
         self._void(a)
     a.version, a.step, a.incarnation = version, step, incarnation
+
+@patch
+def _check(self: Gathering, version: int):
+    self.shelf.store.check(version)
+    if version <= self.lost: raise ConfigError(f'version {version} is not published: not all of its parts could be taken', 'publish again, under the next number')
+
+@patch
+def _never(self: Gathering, version: int, why: str):
+    "A part of this version was written in vain, so nobody needs to wait for the others"
+    self.lost = max(self.lost, version)
+    if self.now and self.now.parts and self.now.version <= version: self._end(self.now, why)
+    raise ConfigError(why, 'publish again, under the next number')
 
 @patch
 def _void(self: Gathering, a: Assembly):
@@ -208,8 +237,7 @@ def wake(self: Gathering):
 
 @patch
 def _lost(self: Gathering, a: Assembly, rank: int):
-    self.shelf.pool.forget(self.crew) # it may be writing still: nobody else gets this memory
-    self.crew = object()
+    self._renew() # it may be writing still: nobody else gets this memory
     self._end(a, f'rank {rank} of {a.ranks} is gone')
     self._left(a, rank)
 

@@ -11,6 +11,7 @@ from fastcore.basics import patch
 from typing import Any
 from ..core.errors import ClusterError, ConfigError, IntegrityError, LaminarError, ResourceError
 from .courier import Courier, Written
+from .gathering import Assembly
 from .layout import Layout, Manifest, checksum
 from .parts import Part, packed
 from .segments import Segment
@@ -40,10 +41,9 @@ class Whole:
 class InPlace:
     "One rank's part of the image that all write"
     packed = False
-    def __init__(self, service: 'Service', layout: Layout, part: Part):
+    def __init__(self, service: 'Service', shared: Assembly, part: Part):
         self.service, self.courier, self.part, self.gathering = service, service.courier, part, service.courier.gathering
-        self.shared = self.gathering.join(service, layout, part)
-        self.segment = self.shared.segment
+        self.shared, self.segment = shared, shared.segment
 
     def seal(self, m: wire.Seal):
         with self.gathering.changed:
@@ -99,6 +99,7 @@ class Service:
         self.line.close()
         self.shelf.pool.forget(self)
         self.courier.forget(self)
+        self.courier.gathering.forget(self)
         for draft in self.drafts.values(): draft.lost()
         for image in self.open.values(): self.shelf.drop(image)
         self.drafts, self.open = {}, {}
@@ -106,17 +107,24 @@ class Service:
 # %% ../../nbs/weights/01d_service.ipynb #4b490035
 @patch
 def _acquire(self: Service, m: wire.Acquire):
-    draft = Whole(self, m.layout) if m.part is None else (Apart if self.courier.carries(m.part.rank) else InPlace)(self, m.layout, m.part)
+    draft = self._new(m)
     s = draft.segment
     self.drafts[s.id], news = draft, self.courier.gathering.news.pop(m.part.rank, '') if m.part else ''
     self.line.send(wire.Acquired(s.id, s.nbytes, self.shelf.store.newest, self._mapped(), self.refused or news, draft.packed), s.fd)
     self.refused = ''
 
 @patch
+def _new(self: Service, m: wire.Acquire) -> Any: # a draft of one of the three kinds
+    if m.part is None: return Whole(self, m.layout)
+    if self.courier.carries(m.part.rank): return Apart(self, m.layout, m.part)
+    shared = self.courier.gathering.join(self, m.layout, m.part)
+    return Apart(self, m.layout, m.part) if shared is None else InPlace(self, shared, m.part)
+
+@patch
 def _mapped(self: Service) -> list[int]:
     "The segments that this client may have mapped"
     pools = self.shelf.pool, *self.courier.pools.values()
-    return [s.id for pool in pools for s in pool.segments() if s.owner is self] + self.courier.gathering.mapped()
+    return [s.id for pool in pools for s in pool.segments() if s.owner is self] + self.courier.gathering.mapped(self)
 
 @patch
 def _seal(self: Service, m: wire.Seal):
