@@ -51,7 +51,7 @@ def relay(c: Any, i: int # host
         c.note('warning', f'relay/{i}: {reason}', f'relay/{i}')
         c.tier.gone(i, reason)
         if c.manager is not None: await c.feed(ev.RelayLost(i, reason))
-    args = (c.config.name, i, c.plan.hosts[i].address, c.plan.secret, c.plan.keep_versions, c.plan.keyframe_every)
+    args = (c.config.name, i, c.plan.hosts[i].address, c.plan.secret, c.plan.keep_versions, c.plan.keyframe_every, c.plan.transport)
     return Child('relay', i, RelayShell, args, up, down, host=c.plan.hosts[i].options())
 
 # %% ../nbs/21a_children.ipynb #8d349c06

@@ -177,7 +177,8 @@ async def play(self: Emulation, longest_s: float = 1800. # of the wall
 def counters(self: Emulation) -> dict[str, float]:
     f = [w.engine.figures() for w in self.workers]
     made, again, preempted, busy = (sum(x[k] for x in f) for k in ('tokens', 'reprefill_tokens', 'preempted', 'busy_s'))
-    return dict(t=self.now(), made=made, reprefill=again, preempted=preempted, busy=busy, cpu=time.process_time(), moved=self.moved, released=self.released, pulls=len(self.pulls))
+    return dict(t=self.now(), made=made, reprefill=again, preempted=preempted, busy=busy, cpu=time.process_time(), moved=self.moved,
+                released=self.released, pulls=len(self.pulls))
 
 @patch
 def figures(self: Emulation) -> dict:

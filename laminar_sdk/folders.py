@@ -18,7 +18,7 @@ def describe(plan: Any # `pipeline.Plan`
             ) -> dict:
     "What config.json holds: the config, and what it takes to start the run again"
     return {**plan.config.model_dump(mode='json'), 'launch': plan.launch, 'files': plan.files, 'engine': plan.engine, 'actor': plan.actor,
-            'keep_versions': plan.keep_versions, 'keyframe_every': plan.keyframe_every}
+            'keep_versions': plan.keep_versions, 'keyframe_every': plan.keyframe_every, 'transport': plan.transport}
 
 def end_mark(run_dir: Any, # `RunDir`
              state: str, reason: str = ''):
@@ -31,7 +31,7 @@ def ended(folder: Path) -> str: # done | stopped | failed, or '' if it did not e
     file = folder/'state.json'
     return json.loads(file.read_bytes())['state'] if file.exists() else ''
 
-_OWN = ('launch', 'actor', 'engine', 'keep_versions', 'keyframe_every') # may differ between two starts of the same run
+_OWN = ('launch', 'actor', 'engine', 'keep_versions', 'keyframe_every', 'transport') # may differ between two starts of the same run
 
 def choose_folder(plan: Any # `pipeline.Plan`; `run_dir` is the folder that is wished for
                  ) -> Path:

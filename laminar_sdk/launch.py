@@ -141,7 +141,7 @@ def plan(self: Launch, files: dict[str, bytes]) -> Plan:
     functions = dict(rewards=fingerprint(self.rewards)) | ({} if self.environment is None else dict(environment=environment_fingerprint(self.environment)))
     return Plan(config=self.config, run_dir=str(folder), hosts=hosts, engine=pool.engine,
                 rollout_hosts=placed(pool, trainer.gpus), pool=pool.family, actor=dict(threads=trainer.threads, gpus=trainer.gpus),
-                keep_versions=trainer.relays.keep, keyframe_every=trainer.relays.keyframe_every,
+                keep_versions=trainer.relays.keep, keyframe_every=trainer.relays.keyframe_every, transport=trainer.relays.transport,
                 secret=secrets.token_bytes(32), launch=secrets.token_hex(8), resume=self.resume,
                 files={p: hashlib.sha256(b).hexdigest() for p, b in files.items() if p.startswith('prompts')} | functions)
 
@@ -181,7 +181,8 @@ def relaunch(cluster: Any, # `Cluster`
     if find(actor_name(config.name, 'coordinator')) is not None: raise RunError(f'a run named {config.name!r} is alive', 'stop it first')
     placed = place(cluster.hosts, config.replicas, there['engine'].get('gpus', 0), there['actor'].get('gpus', 0))
     plan = Plan(config, str(Path(path).absolute()), cluster.hosts, there['engine'], placed, actor=there['actor'],
-                keep_versions=there['keep_versions'], keyframe_every=there.get('keyframe_every', 50), secret=secrets.token_bytes(32), launch=secrets.token_hex(8), files=there['files'])
+                keep_versions=there['keep_versions'], keyframe_every=there.get('keyframe_every', 50), transport=there.get('transport', 'tcp'),
+                secret=secrets.token_bytes(32), launch=secrets.token_hex(8), files=there['files'])
     coordinator = raise_coordinator(plan)
     try: ray.get(coordinator.begin.remote(), timeout=60)
     except BaseException:

@@ -29,6 +29,7 @@ class Plan:
     actor: dict[str, Any] = field(default_factory=dict) # keyword arguments of `ActorWorker`
     keep_versions: int = 4
     keyframe_every: int = 50 # a relay sends a full image after so many deltas in a row
+    transport: str = 'tcp' # between relays
     secret: bytes = b'' # by which the run's relays know each other
     launch: str = '' # id of this start: a coordinator that Ray restarts knows its own directory by it
     resume: str = 'auto'

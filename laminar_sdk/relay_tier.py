@@ -28,14 +28,16 @@ class RelayTier:
                  cluster: Any, # `Cluster`
                  keep: int = 2, # versions that each relay holds
                  publish_dtype: str = 'bfloat16', # what is published; masters stay fp32 in the actor
-                 keyframe_every: int = 50 # a full image after so many deltas in a row; 0: only full images
+                 keyframe_every: int = 50, # a full image after so many deltas in a row; 0: only full images
+                 transport: str = 'tcp' # 'auto': RDMA by NIXL where it is installed and there is a device; 'nixl': always
                 ):
         if not hasattr(cluster, 'hosts'): raise ConfigError(f'RelayTier({cluster!r:.60}): that is no cluster', 'the cluster comes first: RelayTier(Cluster.local())')
         if keep < 1: raise ConfigError(f'RelayTier(keep={keep})', 'a relay holds at least 1 version')
         if publish_dtype not in ('bfloat16', 'float16', 'float32'):
             raise ConfigError(f'RelayTier(publish_dtype={publish_dtype!r})', "use 'bfloat16' (default), 'float16' or 'float32'")
         if keyframe_every < 0: raise ConfigError(f'RelayTier(keyframe_every={keyframe_every})', 'use 0 for no deltas, or a number of versions')
-        self.cluster, self.keep, self.publish_dtype, self.keyframe_every = cluster, keep, publish_dtype, keyframe_every
+        if transport not in ('tcp', 'auto', 'nixl'): raise ConfigError(f'RelayTier(transport={transport!r})', "use 'tcp' (default), 'auto' or 'nixl'")
+        self.cluster, self.keep, self.publish_dtype, self.keyframe_every, self.transport = cluster, keep, publish_dtype, keyframe_every, transport
 
     def plan_memory(self, parameters: int # of the model
                    ) -> int: # bytes of host memory on each host, at most

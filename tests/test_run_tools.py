@@ -115,7 +115,7 @@ def test_everything_dies_and_every_answer_stands_where_it_belongs(cluster, model
 
 class Unruly(Checks):
     "What it does depends on the problem; that nothing of it is left is seen when the session ends"
-    timeout_s = reset_timeout_s = 2.
+    timeout_s = reset_timeout_s = 1.5
     async def reset(self, task, seed):
         if task['answer'] == '2': raise ZeroDivisionError('no game today')
         return await super().reset(task, seed)
@@ -135,10 +135,10 @@ class Unruly(Checks):
 def test_environments_that_misbehave_cost_their_own_trajectory_and_no_other(cluster, model, tmp_path):
     from laminar_sdk.data.journal import Journal
     from laminar_sdk.scheduling.books import TrajectoryRow
-    run = start(cluster, model, tmp_path, 'unruly', reward=None, environment=Unruly(), n=4, steps=4)
+    run = start(cluster, model, tmp_path, 'unruly', reward=None, environment=Unruly(), n=4, steps=3)
     s, counts, seen = finish(run)
     rows = [r for r in Journal(Path(s['run_dir'])/'ledger.sqlite').rows(TrajectoryRow) if r.state == 'failed']
-    assert counts['train']['trained'] >= 20 and counts['train']['running'] == 0
+    assert counts['train']['trained'] >= 14 and counts['train']['running'] == 0
     reasons = collections.Counter(r.reason.removeprefix('refused: ') for r in rows)
     assert reasons['env_error'] >= 2 and reasons['env_timeout'] >= 2 and reasons['env_lost'] >= 2, reasons
     assert not any('no game' in str(r.event) for r in seen) and any('no game today' in line for line in run.logs('environment', 10_000))
