@@ -110,7 +110,10 @@ async def _again(self: Tier, actor):
     except Exception as e: self.c.note('warning', f'the actor could not publish again: {type(e).__name__}: {e}', 'actor/0')
 
 @patch
-def _do_Suspect(self: Tier, c: ms.Suspect): self.c.note('warning', f'relay/{c.host} is left out: {c.reason}', f'relay/{c.host}')
+def _do_Suspect(self: Tier, c: ms.Suspect):
+    "Nobody waits for it: the next goes around it, and the rollouts of its host pull from a neighbour"
+    self.c.note('warning', f'relay/{c.host} is left out: {c.reason}', f'relay/{c.host}')
+    if self.c.manager is not None: self._later(self.c.feed(ev.RelayLost(c.host, c.reason)))
 @patch
 def _do_Readmit(self: Tier, c: ms.Readmit): self.c.note('info', f'relay/{c.host} is heard again', f'relay/{c.host}')
 @patch

@@ -117,6 +117,18 @@ def test_kill_9_of_each_in_turn_and_a_relay_that_is_stopped(cluster, model, tmp_
     for victim in ('rollout/0', 'actor', 'data', 'relay/1', 'relay/0', 'the coordinator'): assert f'{victim}: its process died' in said or (victim == 'the coordinator' and 'goes on from its directory' in said)
 
 
+def test_a_rollout_whose_relay_is_stopped_pulls_from_a_neighbours(cluster, model, tmp_path):
+    run = start(cluster, model, tmp_path, 'neighbour', steps=100_000, engine=dict(step_s=.01))
+    relay = running(run, 1)['children']['relay/1']['pid']
+    rollouts = lambda: run.status()['manager']['rollouts']
+    os.kill(relay, signal.SIGSTOP)
+    until(lambda: any('relay/1 is left out' in t for t in notices(run.events(max_items=10_000))), 30)
+    there, held = next((i, r['version']) for i, r in rollouts().items() if r['host'] == 1)
+    until(lambda: there in rollouts() and (rollouts()[there]['version'] or 0) > held + 2, 40)
+    run.stop()
+    assert run.audit() == []
+
+
 @pytest.mark.long
 @pytest.mark.parametrize('victim', VICTIMS)
 def test_kill_9(cluster, model, tmp_path, victim):
