@@ -161,6 +161,21 @@ def test_entropy_by_formula(dtype, seed, chunk, tau):
     near(grad, -p*(np.log(p) + h[:, None])/tau*np.arange(1, len(z) + 1)[:, None], dtype)
 
 
+@pytest.mark.parametrize('gap', [5., 12., 25., 60.])
+def test_entropy_of_the_nearly_decided_with_forbidden_words(gap):
+    "Float32 digits are kept however small the entropy, and a word at −∞ is no word"
+    z = torch.tensor([[gap, 0., -1., -float('inf')]], requires_grad=True)
+    H = entropy(z)
+    grad, = torch.autograd.grad(H.sum(), z)
+    u = np.array([0, -gap, -1 - gap])
+    s = np.exp(u[1:]).sum()
+    h = np.log1p(s) - (np.exp(u)*u).sum()/(1 + s)
+    slope = -np.exp(u)/(1 + s)*(u - np.log1p(s) + h)
+    np.testing.assert_allclose(H.item(), h, rtol=5e-6)
+    np.testing.assert_allclose(grad[0, :3].numpy(), slope, rtol=5e-6)
+    assert grad[0, 3] == 0
+
+
 def test_entropy_holds_one_chunk_and_not_the_whole():
     "A buffer of the logits' size would be a million numbers; a chunk is sixteen thousand. What the gradient remembers is the logits themselves"
     class Largest(TorchDispatchMode):

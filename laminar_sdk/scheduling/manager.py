@@ -185,7 +185,8 @@ def on_progress(self: RolloutManager, e: ev.Progress) -> list[Command]:
 
 @patch
 def on_refused(self: RolloutManager, e: ev.Refused) -> list[Command]:
-    return self.outcomes.fail(e.trajectory, f'refused: {e.reason}') if self.outcomes.runs(e.trajectory, e.lease) else []
+    own = e.reason.startswith(('env_', 'observation_')) # the environment's fault, not the engine's
+    return self.outcomes.fail(e.trajectory, e.reason if own else f'refused: {e.reason}') if self.outcomes.runs(e.trajectory, e.lease) else []
 
 @patch
 def on_group_scored(self: RolloutManager, e: ev.GroupScored) -> list[Command]: return self.outcomes.scored(e)
