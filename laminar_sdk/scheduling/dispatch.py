@@ -80,20 +80,21 @@ def waves(self: Dispatch) -> list[Command]:
     out: list[Command] = self._rejoin() if self.parked() else []
     free = self.fleet.free() if self.ledger.waiting['train'] or self.ledger.waiting['eval'] or self.permits() else []
     total = sum(o.batch for o in self.fleet.rollouts.values() if not o.draining) if free or self.schedule.refill else 0
+    s = self.situation() if free else None # what begins now begins at one version
     for i, r in enumerate(free):
         held_out = self.evals.seats(r, len(free) - i)
-        version, ids = held_out or self._train_seats(r, len(free) - i, total)
+        version, ids = held_out or self._train_seats(r, len(free) - i, total, s)
         if ids: out.append(self._start(r, version, ids, 'eval' if held_out else 'train'))
     return out + (self._refill(total) if self.schedule.refill else [])
 
 @patch
-def _train_seats(self: Dispatch, r: Rollout, free: int, total: int) -> tuple[int | None, list[int]]: # version, trajectories
+def _train_seats(self: Dispatch, r: Rollout, free: int, total: int, s: Situation) -> tuple[int | None, list[int]]: # version, trajectories
     "What a rollout generates for the actor next"
     if old := self._reachable(r): return old
-    version, size, fresh = self._version(r), self.config.algorithm.group_size, self._fresh()
-    permits = self.permits(version)
+    if (version := self._version(r, s)) is None: return None, []
+    permits, size, fresh = self.permits(version), self.config.algorithm.group_size, self._fresh()
     work = sum(map(len, fresh)) + permits * size
-    if version is None or not work: return None, []
+    if not work: return None, []
     wave = self._wave(r, total)
     room, ids = min(wave, ceil(work / free)), []
     for part in fresh:

@@ -330,8 +330,7 @@ def status(self: RolloutManager) -> dict[str, Any]:
                 counts={k: b.counts(k) for k in ('train', 'eval')}, stale_reports=b.stale_reports, stale_answers=self.outcomes.stale_answers,
                 paused=self.paused, ended=self.ended, actor_waits=self.batches.asked is not None,
                 evaluations=dict(open=len(self.evals.open), due=len(self.evals.due)), schedule=self.dispatch.schedule.name,
-                repack=dict(on=self.moves.on and self.dispatch.schedule.repacks, every=self.moves.every, plans=self.moves.made,
-                            moving=len(self.moves.under_way), looks_with_idle=self.moves.seen[0], looks_with_two_of_a_version=self.moves.seen[1]),
+                repack=dict(on=self.moves.on and self.dispatch.schedule.repacks, every=self.moves.every, **self.moves.figures()),
                 rollouts=self._rollouts())
 
 @patch
