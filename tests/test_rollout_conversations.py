@@ -110,27 +110,32 @@ class World:
     async def live(self):
         for _ in range(3): await self.born()
         for i in range(3): await self.place(range(i, N, 3), i)
-        until = time.monotonic() + 100
+        until, killed = time.monotonic() + 100, 0.
         while self.left:
             assert time.monotonic() < until, self.left
             await asyncio.sleep(.02)
             what = self.rng.random()
             if self.left and what < .5: await self.move()
             elif what < .6 and len(self.workers) < 8: await self.kill_rollout()
-            elif what < .68: self.kill_process()
+            elif what < .68 and time.monotonic() - killed > 2: # three starts in a row that are killed are given up, rightly
+                self.kill_process()
+                killed = time.monotonic()
         for i in self.alive: await self.workers[i].stop()
         await self.sessions.stop()
 
 
-@pytest.mark.parametrize('seed', [1, *(pytest.param(s, marks=pytest.mark.long) for s in range(2, 12))])
+@pytest.mark.parametrize('seed', [1, *(pytest.param(s, marks=pytest.mark.long(sample=False)) for s in range(2, 12))])
 def test_conversations_survive_moves_and_deaths(seed):
     async def story():
         world = World(seed)
         await world.live()
         return world
     w = asyncio.run(story())
-    assert not w.failed and set(w.finish.values()) == {'stop'} and w.stats['moves'] > 3, (w.failed, w.stats, list(w.sessions.lines)[-6:])
+    said = w.failed, w.stats, list(w.sessions.lines)[-6:]
+    assert set(w.finish.values()) == {'stop'} and len(w.finish) + len(w.failed) == len(w.rows) and w.stats['moves'] > 3, said
+    assert set(w.failed.values()) <= {'env_lost'} and len(w.failed) <= w.stats['kills'] // 2, said # a call is tried twice: two kills may hit both
     for t, row in enumerate(w.rows):
+        if t in w.failed: continue
         had = w.pool.peek(t)
         assert codec.text(had.ids) == worked(row['prompt']) + '<eos>', (row, had)
         assert len(turn_spans(len(had.ids), had.calls)) == row['prompt'].count('+') + 1
