@@ -35,6 +35,7 @@ class DataService(Shell):
         self.partial, self.store = PartialPool(), TrajectoryStore(self.dir.trajectories)
         self.coordinator = Peer(actor_name(self.config.name, 'coordinator'))
         self.starting, self.scored, self.due, self.step = None, [], asyncio.Event(), 0
+        self.called = asyncio.Event() # `start` was
         self.environments, self.leases = None, {} # leases: the newest under which an environment was asked, by trajectory
         self.broken = asyncio.get_running_loop().create_future() # gets the error of a task that nobody awaits
         self.finish, self.tasks = {}, set() # finish: reasons of what has ended and is not scored
@@ -42,6 +43,7 @@ class DataService(Shell):
     async def start(self) -> dict:
         "Tokenise; a second call tells the same again: `{train, eval, skipped}`"
         if self.starting is None:
+            self.called.set()
             self.starting = asyncio.create_task(asyncio.to_thread(self._load))
             self.starting.add_done_callback(lambda t: t.exception() or self._spawn(self._deliver()))
         return await asyncio.shield(self.starting)
@@ -115,7 +117,7 @@ async def env_step(self: DataService, trajectory: int, lease: int, n: int, text:
 
 @patch
 async def _late(self: DataService, trajectory: int, lease: int) -> Reply | None:
-    while self.starting is None: await asyncio.sleep(.05)
+    await self.called.wait()
     await asyncio.shield(self.starting)
     if lease < self.leases.get(trajectory, 0): return Reply(failed='env_lost', error=f'trajectory {trajectory} goes on elsewhere')
     self.leases[trajectory] = lease
