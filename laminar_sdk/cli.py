@@ -6,7 +6,7 @@
 __all__ = ['app', 'JSON', 'CLUSTER', 'PATH', 'bench', 'WORLD', 'SPEED', 'answers_apart', 'plain', 'out', 'table', 'of_each',
            'demo', 'WithKeys', 'run', 'start', 'open_cluster', 'stays', 'stop_on_sigterm', 'status', 'detail',
            'counted', 'stop', 'shutdown', 'check_folder', 'audit', 'report', 'export', 'numbers', 'bench_relay',
-           'bench_delta', 'bench_control', 'bench_repack', 'bench_schedules', 'main', 'sentence']
+           'bench_delta', 'bench_control', 'bench_accuracy', 'bench_repack', 'bench_schedules', 'main', 'sentence']
 
 # %% ../nbs/08_cli.ipynb #023b60cd
 import json, math, os, signal, sys
@@ -120,7 +120,7 @@ def start(c: dict # a config, as `load` gives it
     relays = l.RelayTier(cluster, **c.get('relays', {}))
     pool = l.RolloutPool(cluster, c['model'], relays, **c.get('pool', {}))
     trainer = l.Trainer(cluster, c['model'], relays, c['algorithm'], **c.get('trainer', {}))
-    return trainer.fit(pool, sampling=c['sampling'], eval=c.get('eval'), **c['fit'])
+    return trainer.fit(pool, sampling=c['sampling'], eval=c.get('eval'), buffer=c.get('buffer'), **c['fit'])
 
 # %% ../nbs/08_cli.ipynb #59cc869f
 def open_cluster(name: str = 'default', **options):
@@ -267,6 +267,14 @@ def bench_control(rollouts: str = typer.Option('64,512', help='Of each row.'), r
     "CPU time of the coordinator for many rollouts that report."
     from laminar_sdk import bench_control as b
     _found(b.bench_control([b.Load(n, running, completions * n, seconds=seconds) for n in numbers(rollouts)]), b.told, as_json)
+
+@bench.command('accuracy')
+def bench_accuracy(schedules: str = typer.Option('sync,laminar,partial,inflight', help='The others are divided by the first.'), seeds: str = typer.Option('0,1,2,3,4', help='A run of each schedule for each.'),
+                   steps: int = typer.Option(40, min=4), every: int = typer.Option(4, min=1, help='Steps between evaluations.'), prompts: int = typer.Option(256, min=16, max=512, help='Of an evaluation.'),
+                   uncorrected: bool = typer.Option(False, '--uncorrected', help='Also each of the others without correction for staleness.'), as_json: bool = JSON):
+    "Trajectories that each schedule needs for the same held-out accuracy: real runs of the demo, about a minute and a half each."
+    from laminar_sdk import bench_accuracy as b
+    _found(b.bench_accuracy(b.Study(tuple(schedules.split(',')), numbers(seeds), steps, every, prompts, uncorrected)), b.told, as_json)
 
 WORLD = typer.Option('simulated', '--world', help='simulated: a clock that jumps; emulated: real workers, relay, journal, engines that compute nothing; real: vLLM (schedules only).')
 SPEED = typer.Option(10., '--speed', help='Of the emulated world, against the wall.')
