@@ -24,12 +24,12 @@ class Contest:
     "What all schedules have in common"
     scale: str = 'wide'
     schedules: tuple[str, ...] = tuple(SCHEDULES)
-    caps: tuple[float, ...] = (1., 2.) # admitted and not yet trained, in steps
+    caps: tuple[float, ...] = (1., 2.) # generated at a time, in steps
     splits: tuple[int, ...] = (32, 40, 48, 56) # rollouts, of 64 GPUs
     steps: int = 25 # that are measured
     seed: int = 0
     colocated: bool = True # may `sync` take turns on all GPUs?
-    setup: Setup = Setup(max_staleness=4, every=5.)
+    setup: Setup = Setup(max_staleness=4, admitted=5., every=5.) # with a staleness of 4, five steps' worth may be complete and wait
 
     def __post_init__(self):
         if self.scale not in SCALES: raise ConfigError(f'no scale is called {self.scale!r}', f'there is {", ".join(SCALES)}')

@@ -26,9 +26,10 @@ from .scheduling.manager import RolloutManager
 from .shells import ENDED, Shell, is_death
 from .supervisor import Supervisor
 from .tier import Tier
+from .watching import Steered, Tally, Watched
 
 # %% ../nbs/23_coordinator.ipynb #c8534105
-class Coordinator(Doing, ToRollouts, ToOthers, Ending, Shell):
+class Coordinator(Doing, ToRollouts, ToOthers, Watched, Steered, Ending, Shell):
     "The shell around the rollout manager of one run"
 
     def __init__(self, plan: Plan):
@@ -42,13 +43,14 @@ class Coordinator(Doing, ToRollouts, ToOthers, Ending, Shell):
         self.journal = Journal(self.dir.ledger)
         self.tape = Tape(self.dir.events, header(self.config))
         told = [r.event for r in self.tape.all() if isinstance(r.event, ev.EvalDone)]
-        if told: self.table.accuracy = told[-1].accuracy
+        if told: self.table.evaluated(told[-1])
         self.evals = {(e.step, e.version) for e in told}
         self.state, self.reason, self.again = 'starting', '', self.journal.rows(MetaRow) != []
         self.begun, self.ended, self.relays_changed, self.data_there = (asyncio.Event() for _ in range(4))
         self.ready = asyncio.Event() # the manager exists
         self.sockets, self.heard, self.batches, self.given, self.table = {}, {}, {}, {}, Table()
         self.data, self.manager, self.pipeline, self.asked, self.first_scored = None, None, None, time.monotonic(), None
+        self.tally = Tally()
         self.partial, self.asking = {}, None # what the partial response pool held when it was last asked
         self.publish_to = '' # socket of the actor's relay, as last known
         self.supervisor = Supervisor(self.config.name, hopeless=self._hopeless) # a child that cannot be brought up ends the run
@@ -129,7 +131,7 @@ async def _watch(self: Coordinator):
         await self.feed(ev.Tick(self.tape.now()))
         if self.tape.now() < second: continue
         second = self.tape.now() + max(.5, len(self.heard) / 64) # the more rollouts, the less often
-        if self.state == 'running': self.tape.append('run', self.manager.seen())
+        for seen in self.look() if self.state == 'running' else (): self.tape.append('run', seen)
         self.tier.feed(ev.RelayTick)
         for i, t in list(self.heard.items()):
             if time.monotonic() - t > self.plan.trust_s:
@@ -145,7 +147,8 @@ def build_manager(self: Coordinator, counts: dict,
     from laminar_sdk.data.prompts import PromptStore
     self.prompts = {k: PromptStore(self.dir.prompts, k).prepared() for k in ('train', 'eval') if counts[k]}
     ledger = Ledger.restore([r for t in KEYS for r in self.journal.rows(t)], self.config.keep_checkpoints) if self.again else None
-    self.manager = RolloutManager(self.config, counts['train'], counts['eval'], ledger, self.plan.keep_versions)
+    self.eval_sets = counts['sources'].get('eval', {})
+    self.manager = RolloutManager(self.config, counts['sources'].get('train', counts['train']), counts['eval'], ledger, self.plan.keep_versions)
     self.lanes = Lanes(lambda i: self.supervisor.children[f'rollout/{i}'].handle if f'rollout/{i}' in self.supervisor.children else None,
                        lambda p: self.prompts[p.kind].prompt_ids(self.prompts[p.kind].usable[p.prompt]), self._prefixes)
     self.pipeline = Pipeline(self.manager, self.journal, self.tape, self._carry_out)
@@ -195,6 +198,7 @@ async def tell(self: Coordinator, blob: bytes):
     await self.ready.wait()
     told = msgspec.msgpack.decode(blob, type=list[_TOLD])
     for e in told:
+        self.tally.saw(e, self.manager.ledger.rows)
         if isinstance(e, ev.Notice): self.tape.append('run', e)
         if isinstance(e, ev.VersionReady): self.tier.shown(e)
         if isinstance(e, ev.LinkFailed): self.tier.broken(e)
@@ -210,8 +214,9 @@ async def feed(self: Coordinator, *events): await self.pipeline.feed(*events)
 # %% ../nbs/23_coordinator.ipynb #e75915ea
 @patch
 async def next_batch(self: Coordinator, incarnation: int, step: int) -> dict | None:
-    "The groups of a step: `{step, groups, trajectories}`, or None at the end"
+    "The groups of a step: `{step, groups, trajectories}` and what was set for it, `{order}` where something else comes first, or None at the end"
     await self.ready.wait()
+    if self.manager.orders().get('checkpoint'): return dict(order='checkpoint')
     answer = self.batches.setdefault((incarnation, step), asyncio.get_running_loop().create_future())
     await self.feed(ev.BatchAsked(incarnation, step))
     over = asyncio.ensure_future(self.ended.wait())
@@ -219,8 +224,8 @@ async def next_batch(self: Coordinator, incarnation: int, step: int) -> dict | N
     finally: over.cancel()
     self.batches.pop((incarnation, step), None)
     if answer.cancelled() or not answer.done(): return None
-    give: cm.GiveBatch = answer.result()
-    return dict(step=step, groups=give.groups, trajectories=give.trajectories)
+    if (give := answer.result()) is None: return dict(order='checkpoint')
+    return dict(step=step, groups=give.groups, trajectories=give.trajectories) | self.manager.orders()
 
 @patch
 async def actor_socket(self: Coordinator) -> str:
@@ -244,6 +249,7 @@ async def step_done(self: Coordinator, incarnation: int, step: int, version: int
 async def checkpoint_saved(self: Coordinator, step: int, name: str):
     "A durable checkpoint exists; a copy of the ledger goes with it"
     await self.feed(ev.CheckpointSaved(step, name))
+    self._saved(step)
     await asyncio.to_thread(self.journal.backup, self.dir.checkpoints/f'{name}.sqlite')
     for old in self.dir.checkpoints.glob('step-*.sqlite'):
         if not old.with_suffix('').exists(): old.unlink()
@@ -328,11 +334,6 @@ async def stop(self: Coordinator, reason: str = 'stop'):
 @patch
 async def evaluate(self: Coordinator): await self._control(ev.EvalAsked(), '', 'an evaluation is asked for')
 
-@patch
-async def repack(self: Coordinator, on: bool, every: float | None):
-    await self.ready.wait()
-    every = every or self.manager.moves.every
-    await self._control(ev.RepackSet(on, every), '', f'repack looks every {every:g} s' if on else 'no repack any more')
 @patch
 async def scale(self: Coordinator, rollouts: int): await self._control(ev.ScaleAsked(rollouts), '', f'{rollouts} rollouts are wanted')
 @patch

@@ -41,7 +41,7 @@ class DataService(Shell):
         self.finish, self.tasks = {}, set() # finish: reasons of what has ended and is not scored
 
     async def start(self) -> dict:
-        "Tokenise; a second call tells the same again: `{train, eval, skipped}`"
+        "Tokenise; a second call tells the same again: `{train, eval, skipped, sources}`"
         if self.starting is None:
             self.called.set()
             self.starting = asyncio.create_task(asyncio.to_thread(self._load))
@@ -60,7 +60,8 @@ class DataService(Shell):
         self.pool = RewardPool((self.dir.functions/'rewards.bin').read_bytes(), log=self._log)
         if packed := packed_in(self.dir.functions): self.environments = EnvironmentPool(packed, log=lambda line: self._log(line, 'environment'))
         counts = {k: len(ids.usable) for k, (_, ids) in self.prompts.items()}
-        return {'train': counts['train'], 'eval': counts.get('eval', 0), 'skipped': sum(len(ids.skipped) for _, ids in self.prompts.values())}
+        return {'train': counts['train'], 'eval': counts.get('eval', 0), 'skipped': sum(len(ids.skipped) for _, ids in self.prompts.values()),
+                'sources': {k: s for k, (store, ids) in self.prompts.items() if (s := store.sources(ids.usable))}}
 
     def _spawn(self, coro):
         task = asyncio.get_running_loop().create_task(coro)
@@ -207,6 +208,18 @@ async def last(self: DataService, n: int) -> bytes:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as w: w.write_table(table)
     return sink.getvalue().to_pybytes()
+
+@patch
+async def browse(self: DataService, last: int, group: int | None) -> list[dict]:
+    "The newest scored trajectories as rows of a table"
+    from laminar_sdk.readable import rows_of
+    return await asyncio.to_thread(rows_of, self.store, self.tokenizer.decode, last, group)
+
+@patch
+async def read(self: DataService, id: int) -> dict:
+    "One scored trajectory, to be read"
+    from laminar_sdk.readable import reading_of
+    return await asyncio.to_thread(reading_of, self.store, self.tokenizer.decode, id)
 
 @patch
 async def logs(self: DataService, what: str, tail: int) -> list[str]:

@@ -9,11 +9,10 @@ __all__ = ['Doing', 'ToRollouts', 'ToOthers']
 import asyncio
 
 import msgspec
-import numpy as np
 
 from . import children
-from .core import events as ev
 from .scheduling import commands as cm
+from .scheduling.scores import verdict
 
 # %% ../nbs/23b_doing.ipynb #56f5cf64
 class Doing:
@@ -82,9 +81,11 @@ class ToOthers:
         answer = self.batches.setdefault((c.incarnation, c.step), asyncio.get_running_loop().create_future())
         if not answer.done(): answer.set_result(c)
 
+    def _do_GiveEarly(self, c: cm.GiveEarly): "The actor takes its batch as a whole, when it is complete"
+
     def _do_ReportEval(self, c: cm.ReportEval):
         if (c.step, c.version) in self.evals: return # told again after a restart
         self.evals.add((c.step, c.version))
-        lengths, accuracy = list(c.lengths.values()) or [0], float(np.mean(list(c.reward.values()) or [0.]))
-        self.table.accuracy = accuracy
-        self.tape.append('run', ev.EvalDone(c.step, c.version, accuracy, len(c.reward), float(np.median(lengths)), float(np.percentile(lengths, 99))))
+        told = verdict(c, self.config.eval, self.eval_sets)
+        self.table.evaluated(told)
+        self.tape.append('run', told)

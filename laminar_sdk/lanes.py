@@ -42,9 +42,9 @@ class Lanes:
         seats = [self._seat(p, had) for p in placements if not p.first or p.trajectory in had]
         if not placements or seats: getattr(handle, method).remote(*args, *([seats] if placements else []))
 
-    def _seat(self, p: Placement, had) -> tuple: # trajectory, lease, ids, kind, prompt, first, calls
+    def _seat(self, p: Placement, had) -> tuple: # trajectory, lease, ids, kind, prompt, first, calls, sample
         ids, (earlier, calls) = np.asarray(self.prompt(p), np.int32), had[p.trajectory] if p.first else ((), [])
-        return p.trajectory, p.lease, np.concatenate([ids, earlier]) if p.first else ids, p.kind, p.prompt, p.first, calls
+        return p.trajectory, p.lease, np.concatenate([ids, earlier]) if p.first else ids, p.kind, p.prompt, p.first, calls, p.sample_index
 
     async def _had(self, placements: list[Placement]) -> dict[int, tuple[np.ndarray, list[Call]]]:
         "The earlier tokens; of a data actor that dies now, none: then everything is placed again anyway"

@@ -54,12 +54,14 @@ from fastcore.basics import patch
 
 @patch
 def check(self: Launch):
+    from laminar_sdk.scheduling.buffer import compiled
     from laminar_sdk.scheduling.schedules import schedule_for
     from laminar_sdk.training.policy import describe_model
     model = self.model = describe_model(self.config.model)
     schedule_for(self.config)
+    if self.config.buffer.priority: compiled(self.config.buffer.priority)
     for r in self.rewards: _check_call(r)
-    if self.config.algorithm.group_size == 1: warnings.warn('groups of one: every advantage is 0, so nothing will be learned; GRPO(group_size=8) is usual', stacklevel=4)
+    if self.config.algorithm.group_size == 1 and self.config.algorithm.advantage in ('grpo', 'dr_grpo', 'rloo', 'reinforce_pp_baseline'): warnings.warn('groups of one: every advantage is 0, so nothing will be learned; GRPO(group_size=8) is usual', stacklevel=4)
     if self.config.sampling.max_tokens >= self.config.max_model_len:
         warnings.warn(f'max_tokens={self.config.sampling.max_tokens}, but prompt and response together have max_model_len={self.config.max_model_len}', stacklevel=4)
     if self.resume not in ('auto', 'never'): raise ConfigError(f'resume={self.resume!r}', "use 'auto' or 'never'")

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from .core import events as ev
 from .core.errors import MissingError
+from .readable import Readable, reading_of, rows_of
 
 # %% ../nbs/06a_past_run.ipynb #aec929c1
-class PastRun:
+class PastRun(Readable):
     "A run by its directory"
 
     def __init__(self,
@@ -31,6 +32,18 @@ class PastRun:
         from itertools import islice
         from laminar_sdk.data.recorder import read
         return list(islice(read(self.dir.events/'run', since), max_items))
+
+    def glance(self) -> list[ev.Record]:
+        "The past, thinned to what can be seen"
+        from laminar_sdk.notebook.digest import digest
+        return digest(self.events())
+
+    def _store(self): # a `TrajectoryStore`
+        from laminar_sdk.data.trajectories import TrajectoryStore
+        return TrajectoryStore(self.dir.trajectories, read_only=True)
+
+    def _rows(self, last: int, group: int | None) -> list[dict]: return rows_of(self._store(), self._decode(), last, group)
+    def _reading(self, id: int) -> dict: return reading_of(self._store(), self._decode(), id)
 
     def dashboard(self): # a `Replay`
         "The run's pictures under a slider for its time"

@@ -98,22 +98,34 @@ class Pipeline:
 class Table:
     "One row a step"
 
-    def __init__(self): self.tokens, self.since, self.accuracy, self.batches = 0, None, None, {}
+    def __init__(self): self.tokens, self.since, self.held_out, self.batches = 0, None, dict(accuracy=None), {}
+
+    def evaluated(self, e: ev.EvalDone):
+        "Remember the newest evaluation; the chance that one of several answers is right stands beside it where several were given"
+        self.held_out = dict(accuracy=e.accuracy) | ({f'pass@{k}': p for k, p in e.pass_at.items()} if e.samples > 1 else {})
 
     def saw_tokens(self, n: int, t: float):
         if self.since is None: self.since = t
         self.tokens += n
 
-    def batch(self, step: int, lengths: list[int], staleness: list[int], rewards: list[float]):
+    def batch(self, step: int, lengths: list[int], staleness: list[int], rewards: list[float],
+              sources: list[str] | None = None, # of each trajectory's prompt, where there are several
+              filtered: int | None = None # groups that were set aside for this step
+             ):
         "Remember what a step was given"
         p10, p50, p90, p99 = map(float, np.percentile(lengths, (10, 50, 90, 99)))
         self.batches[step] = dict(reward=float(np.mean(rewards)), length_p10=p10, length_median=p50, length_p90=p90, length_p99=p99,
-                                  staleness_mean=float(np.mean(staleness)), staleness_max=int(max(staleness)), trajectories=len(lengths))
+                                  staleness_mean=float(np.mean(staleness)), staleness_max=int(max(staleness)), trajectories=len(lengths),
+                                  staleness_counts=np.bincount(np.clip(staleness, 0, 31)).tolist())
+        if filtered is not None: self.batches[step]['filtered'] = filtered
+        for s in sorted(set(sources or ())): self.batches[step] |= self._source(s, np.array(sources) == s, np.array(rewards))
+
+    def _source(self, name: str, its, rewards) -> dict: return {f'reward/{name}': float(rewards[its].mean()), f'share/{name}': float(its.mean())}
 
     def row(self, step: int, version: int, t: float, trained: dict) -> dict:
         "The row of a step that was just trained"
         seconds = max(t - (t if self.since is None else self.since), 1e-9)
-        row = {'step': step, 'version': version, **self.batches.pop(step, {}), 'accuracy': self.accuracy,
+        row = {'step': step, 'version': version, **self.batches.pop(step, {}), **self.held_out,
                'gen_tokens_per_s': self.tokens / seconds, 't': t, **trained}
         self.tokens, self.since = 0, t
         return row

@@ -156,13 +156,13 @@ class RolloutShell(Shell):
         if self.started is None: self.started = asyncio.create_task(self._start())
         await asyncio.shield(self.started)
         e = self.engine
-        return dict(capacity=e.capacity, batch=self.batch, kv_tokens=e.stats().kv_tokens, seconds=self.took, pids=e.pids(), host=self.host, run=self.run)
+        return dict(capacity=e.capacity, batch=self.knees.batch, kv_max=self.knees.kv_max, kv_tokens=e.stats().kv_tokens, seconds=self.took, pids=e.pids(), host=self.host, run=self.run)
 
     async def _start(self):
         self.engine = make_engine(*self.spec)
         await self.engine.start()
         from laminar_sdk.rollout.knee import probe
-        self.batch = await probe(self.engine)
+        self.knees = await probe(self.engine)
         self.took = time.monotonic() - self.began
 
     async def lend(self, run: str, launch: str, seed: int, sampling: dict[str, Sampling], replicas: int,
@@ -209,8 +209,8 @@ class RolloutShell(Shell):
     def _items(self, seats: list[tuple]):
         from laminar_sdk.rollout.reports import Assignment
         return [Assignment(trajectory=t, lease=lease, prompt_ids=np.asarray(ids, np.int32), sampling=self.sampling[kind], first=first, kind=kind, prompt=prompt,
-                           calls=calls, seed=self.seed * 1_000_003 + prompt if kind == 'eval' else None)
-                for t, lease, ids, kind, prompt, first, calls in seats]
+                           calls=calls, seed=self.seed * 1_000_003 + prompt + 1_000_000_007 * sample if kind == 'eval' else None)
+                for t, lease, ids, kind, prompt, first, calls, sample in seats]
 
     async def more(self, wave: int, version: int, seats: list[tuple]):
         "Generate these too"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .core.config import GRPO, Eval, Repack, Sampling
+from .core.config import ALGORITHMS, Algorithm, Buffer, Eval, Repack, Sampling, as_algorithm
 from .core.errors import ConfigError, MissingError
 
 # %% ../nbs/08a_run_file.ipynb #6ddc28c5
@@ -95,8 +95,8 @@ def sections(engine: str = 'vllm') -> dict[str, dict[str, Key]]:
     from laminar_sdk.trainer import Trainer
     pool = arguments(RolloutPool.__init__, 'cluster model relays repack')
     return dict(cluster=arguments(Cluster.local, ''), relays=arguments(RelayTier.__init__, 'cluster'), pool=pool | engine_options(engine),
-                repack=fields(Repack), algorithm=fields(GRPO), trainer=arguments(Trainer.__init__, 'cluster model relays algorithm'),
-                sampling=fields(Sampling), eval=fields(Eval), fit=arguments(Trainer.fit, 'pool sampling eval'))
+                repack=fields(Repack), algorithm=fields(Algorithm) | dict(name=Key(str, 'grpo', 'of the preset: ' + ', '.join(ALGORITHMS))),
+                trainer=arguments(Trainer.__init__, 'cluster model relays algorithm'), sampling=fields(Sampling), eval=fields(Eval), buffer=fields(Buffer), fit=arguments(Trainer.fit, 'pool sampling eval buffer'))
 
 def describe() -> str:
     "All sections and keys with their defaults, as text"
@@ -184,9 +184,13 @@ def load(path: Path) -> dict:
         if section in c: _check_prompts(path, section, c[section].get('prompts'))
     describe_model(c['model'])
     if 'eval' in c: c['eval'] = Eval(**c['eval'])
+    if 'buffer' in c: c['buffer'] = Buffer(**c['buffer'])
     if 'repack' in c: c['pool'] = c.get('pool', {}) | dict(repack=Repack(**c.pop('repack')))
-    return c | dict(algorithm=GRPO(**c.get('algorithm', {})), sampling=Sampling(**c.get('sampling', {})))
+    return c | dict(algorithm=as_algorithm(c.get('algorithm', {})), sampling=Sampling(**c.get('sampling', {})))
 
 def _check_prompts(path, section, prompts):
+    if isinstance(prompts, dict) and prompts: # sources by name
+        for p in prompts.values(): _check_prompts(path, section, p)
+        return
     if isinstance(prompts, str) and Path(prompts).expanduser().exists() or (prompts is None and section == 'eval'): return
     raise MissingError(f'{path}: [{section}] prompts = {prompts!r}: there is no such file or folder', f'a path is meant, from {Path.cwd()}')

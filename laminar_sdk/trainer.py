@@ -12,7 +12,7 @@ from typing import Any
 
 from fastcore.basics import patch
 
-from .core.config import GRPO, Eval, Repack, RunConfig, Sampling, as_rewards, for_training
+from .core.config import Algorithm, Buffer, Eval, GRPO, Repack, RunConfig, Sampling, as_mixture, as_rewards, for_training
 from .core.errors import ConfigError
 from .rollout.environment import describe
 from .rollout_pool import needs_cluster
@@ -26,13 +26,13 @@ class Trainer:
                  cluster: Any, # `Cluster`
                  model: str, # a local folder or a hub name
                  relays: Any, # `RelayTier`
-                 algorithm: GRPO = GRPO(),
+                 algorithm: Algorithm = GRPO(), # GRPO(…), DAPO(…), PPO(…) and others, or an Algorithm(…) of one's own
                  *,
                  threads: int = 1, # of the actor, on a CPU
                  gpus: int | None = None # of the actor; None = 1 where there are GPUs
                 ):
         needs_cluster(cluster, 'Trainer')
-        if not isinstance(algorithm, GRPO): raise ConfigError(f'algorithm={algorithm!r}', 'pass a GRPO(…)')
+        if not isinstance(algorithm, Algorithm): raise ConfigError(f'algorithm={algorithm!r}', 'pass a GRPO(…), a DAPO(…) or another Algorithm')
         self.cluster, self.model, self.relays, self.algorithm, self.threads = cluster, str(model), relays, algorithm, threads
         self.gpus = gpus if gpus is not None else int(cluster.hosts[0].gpus >= 1)
 
@@ -91,6 +91,10 @@ async def _loop(self: ActorShell):
         t = time.perf_counter()
         batch = await self.coordinator.ask('next_batch', self.incarnation, self.step + 1)
         if batch is None: return
+        if 'order' in batch: # a checkpoint is wanted, and there is time for it now
+            await self._checkpoint()
+            continue
+        if 'lr' in batch: self.worker.algorithm = self.worker.algorithm.model_copy(update={'lr': batch['lr']})
         trajectories = await self.data.ask('fetch', [t for group in batch['trajectories'] for t in group])
         waited = time.perf_counter() - t
         async with self.lock:
@@ -168,7 +172,7 @@ async def _checkpoint(self: ActorShell):
 @patch
 def fit(self: Trainer,
         pool: Any, # `RolloutPool`
-        prompts: Any, # a `datasets.Dataset`, an iterable of dicts with a `prompt` column, or a path
+        prompts: Any, # a `datasets.Dataset`, an iterable of dicts with a `prompt` column, a path, or several of these by name: a dict or a `Mixture`
         reward: Any = None, # a function as TRL calls it, a `Reward`, or a list of them; None: the environment's reward alone
         *,
         name: str, # of the run, unique in the cluster while it lives
@@ -177,12 +181,14 @@ def fit(self: Trainer,
         sampling: Sampling = Sampling(),
         schedule: str = 'laminar',
         max_staleness: int | None = None,
+        buffer: Buffer | None = None, # which complete groups go first; default in the order of completion
         eval: Eval | None = None, # `Eval(prompts=…, every=…)`
         checkpoint: int = 20, # steps between checkpoints
         resume: str = 'auto', # 'auto' goes on with an unfinished run of the same config, 'never' starts anew
         seed: int = 0,
         run_dir: str | None = None, # on the head node; default `runs/<name>`
         max_groups: int | None = None, # bound on groups in flight and buffered; default two steps' worth
+        max_in_flight: int | None = None, # groups that are generated at a time; default: only what the other bounds say
         colocated: bool = False, # with schedule='sync': rollouts make room for the actor while it steps
         template: str | None = None, # makes the prompt from other columns: "{question}\nAnswer:"
         environment: Any = None, # an `Environment`: answers of several turns, with tools
@@ -195,12 +201,16 @@ def fit(self: Trainer,
     for s in (sampling, (eval or Eval()).sampling):
         if spec and s.stop: raise ConfigError(f'Sampling.stop = {s.stop} with an environment', f'let {spec.name}.stops say what ends a turn')
     config = RunConfig(name=name, model=self.model, steps=steps, prompts_per_step=prompts_per_step, algorithm=self.algorithm,
-                       sampling=for_training(sampling), schedule=schedule, max_staleness=max_staleness, max_groups=max_groups,
+                       sampling=for_training(sampling), schedule=schedule, max_staleness=max_staleness, max_groups=max_groups, max_in_flight=max_in_flight,
                        colocated=colocated, repack=pool.repack or Repack(),
-                       eval=eval or Eval(), checkpoint_every=checkpoint, publish_dtype=self.relays.publish_dtype,
+                       buffer=buffer or Buffer(), mixture=_bare(as_mixture(prompts), prompts={}), eval=_bare(eval or Eval(), prompts=None), checkpoint_every=checkpoint, publish_dtype=self.relays.publish_dtype,
                        environment=spec.name if spec else '', replicas=pool.replicas, max_model_len=pool.max_model_len, seed=seed)
     if pool.model != self.model: raise ConfigError(f'the pool serves {pool.model!r}, the trainer trains {self.model!r}', 'pass the same model to both')
     return Launch(self, pool, config, rewards, prompts, eval and eval.prompts, template, list(ship), resume, run_dir, environment).start()
+
+def _bare(config: Any, **without) -> Any:
+    "A config without the data that goes its own way to the run directory"
+    return config and config.model_copy(update=without)
 
 def _judges(reward: Any, environment: Any) -> list:
     "The reward functions; beside an environment there need be none, and its own reward has its name"

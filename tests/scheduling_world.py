@@ -34,17 +34,18 @@ class Engine:
 
 class World:
     def __init__(self, cfg, n_prompts=10, n_eval=0, hosts=2, rollouts=4, capacity=8, seed=0, faults=(), fault_every=3., calm_at=60.,
-                 check=True, refuse=0., unscorable=0., tail=1.5, kv_tokens=1000, report_s=.5, tick_s=.5, keep=2, repack_every=2., repack_on=True):
+                 check=True, refuse=0., unscorable=0., uniform=0., tail=1.5, kv_tokens=1000, report_s=.5, tick_s=.5, keep=2, repack_every=2., repack_on=True,
+                 pace=()): # of each rollout: how much faster than usual it decodes, with a knee at its capacity
         cfg = cfg.model_copy(update=dict(repack=Repack(on=repack_on, every=repack_every)))
         self.cfg, self.n = cfg, (n_prompts, n_eval)
         self.rng, self.t, self.queue, self.n_events = random.Random(seed), 0., [], 0
         self.hosts, self.capacity, self.tail, self.kv_tokens, self.report_s, self.tick_s, self.keep = hosts, capacity, tail, kv_tokens, report_s, tick_s, keep
-        self.engines, self.told = {}, []
+        self.engines, self.told, self.pace = {}, [], dict(enumerate(pace))
         self.host_of = {r: r % hosts for r in range(rollouts)}
         self.life = dict.fromkeys(range(rollouts), 0) # of each rollout
         self.versions = {h: {} for h in range(hosts)} # version -> (step, incarnation), on that relay
         self.faults, self.fault_every, self.calm_at, self.check = faults, fault_every, calm_at, check
-        self.refuse, self.unscorable = refuse, unscorable
+        self.refuse, self.unscorable, self.uniform = refuse, unscorable, uniform # of groups: the chance that all rewards are equal
         self.journal, self.manager = Journal(), RolloutManager(cfg, *self.n, keep_versions=keep)
         self.data_life, self.incarnation, self.actor_at, self.busy = 0, 0, 0, False
         self.checkpoints, self.lineage, self.ended, self.evals = [0], {}, None, []
@@ -143,7 +144,7 @@ class World:
         if self.life[r] != life: return
         e = self.engines[r]
         for t, (p, n) in list(e.flows.items()):
-            n = min(self.length(t), n + self.rng.randrange(2, 16))
+            n = min(self.length(t), n + (self.rng.randrange(2, 16) if r not in self.pace else round(2 * self.pace[r] * self.capacity * 7 / (self.capacity + len(e.flows)))))
             e.flows[t][1] = n
             if last := n == self.length(t): del e.flows[t]
             self.say(r, life, p, n, 'stop' if last else None, e.version)
@@ -207,7 +208,8 @@ class World:
         if life != self.data_life: return
         now = [self.tokens.get(t, (0, 0))[0] for t in c.trajectories]
         bad = {t: 'reward_error' for t in c.trajectories if self.rng.random() < self.unscorable}
-        good = {t: float(t % 2) for t in c.trajectories if t not in bad}
+        same = random.Random(c.group).random() < self.uniform
+        good = {t: float(c.group % 2 if same else t % 2) for t in c.trajectories if t not in bad}
         if self.manager.ledger.groups.get(c.group) is not None and self.manager.ledger.groups[c.group].state == 'closed':
             assert now == c.leases, f'group {c.group} is scored on other tokens than were meant: {now} {c.leases}'
             assert all(self.tokens[t][1] == self.length(t) for t in c.trajectories), 'an answer is scored that is not whole'
@@ -270,7 +272,7 @@ class World:
 
     # the end
     def do_ReportEval(self, c):
-        assert len(c.reward) == self.n[1]
+        assert len(c.reward) == self.n[1] * self.cfg.eval.samples
         if (c.step, c.version) not in [(e.step, e.version) for e in self.evals]: self.evals.append(c)
     def do_EndRun(self, c): self.ended = c
 

@@ -325,6 +325,48 @@ def test_weights_change_between_two_tokens(world):
     assert ids[:8].tolist() == plain[:8] and ids.tolist() != plain
 
 
+def always(model, token):
+    "Weights under which every token that is sampled is this one"
+    named = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for n, p in named.items():
+        if n.endswith(('o_proj.weight', 'down_proj.weight')): p.zero_() # what comes out of each layer is what went in: the embedding
+    named['model.embed_tokens.weight'][:, 0] = 1.
+    named['model.embed_tokens.weight'][token, 0] = 2.
+    named['model.norm.weight'].zero_()[0] = 200.
+    return named
+
+def test_every_token_is_of_the_version_that_it_is_labelled_with(world):
+    """`inflight`: 40 answers run, weights change under them six times. Under version v every token is TOKEN[v], so each token says itself which weights made it;
+    and vLLM holds back up to 8 of them"""
+    pieces, events, token = [], [], {}
+    async def keep(report):
+        events.extend(report.events)
+        pieces.extend((report.version, p) for p in report.pieces)
+    def next_version():
+        v = publish(world, always(world.a, 5 + world.version % 3))
+        token[v] = 5 + (v - 1) % 3
+        return v
+    async def until(condition):
+        while not condition(): await asyncio.sleep(.005)
+    async def go():
+        worker = RolloutWorker(0, world.engine, keep, interval_s=.01, seed=1)
+        worker.begin()
+        await worker.wave(1, next_version(), world.socket, [Assignment(i, 1, np.array([5, i % 9 + 2], np.int32), Sampling(max_tokens=120 + i)) for i in range(40)])
+        for n in range(1, 7):
+            await until(lambda: sum(len(p.ids) // 4 for _, p in pieces) > n * 600)
+            await worker.switch(1, next_version(), world.socket)
+        await until(lambda: sum(p.finish is not None for _, p in pieces) == 40)
+        await worker.leave()
+    run(world, go())
+    world.holds = None
+    assert [type(e).__name__ for e in events] == ['WaveStarted', *['Switched'] * 6]
+    for i in range(40):
+        mine = [(v, p) for v, p in pieces if p.trajectory == i]
+        assert [p.first for _, p in mine] == [0, *(p.last for _, p in mine[:-1])] and mine[-1][1].last == 120 + i and mine[-1][1].finish == 'length'
+        for v, p in mine: assert set(np.frombuffer(p.ids, np.int32).tolist()) <= {token[v]}, (i, v, p.first)
+    assert len({len({v for v, p in pieces if p.trajectory == i}) for i in range(40)} - {1}) >= 1 and len({v for v, _ in pieces}) >= 5
+
+
 def test_memory_is_given_away_and_taken_back(world):
     hold(world, world.a)
     before = run(world, ask(world, LONG, 10, id='before', temperature=0.)).ids

@@ -1,10 +1,11 @@
 "The rollout manager under any order of events, in a small world with faults, and at its edges"
 import random
+from collections import Counter
 import pytest
-from hypothesis import HealthCheck, settings, strategies as st
+from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from laminar_sdk.core import events as ev
-from laminar_sdk.core.config import Eval, GRPO, Repack
+from laminar_sdk.core.config import Buffer, Curriculum, Eval, GRPO, Mixture, Repack
 from laminar_sdk.core.errors import ConfigError, RunError
 from laminar_sdk.scheduling import commands as cm
 from laminar_sdk.scheduling.cursor import PromptCursor
@@ -14,17 +15,21 @@ from laminar_sdk.scheduling.outcomes import MAX_LOSSES
 from scheduling_world import Journal, World, config
 
 
+BUFFERS = (Buffer(order='freshest', overdue=1), Buffer(order='priority', priority='-mean(lengths) / staleness'), Buffer(evict_after=0), Buffer(groups='complete'))
+
 # ---- any order of events -------------------------------------------------------------------------------------------
 
 class ManagerMachine(RuleBasedStateMachine):
     "Plays all shells. What a command asks for lies on a pile until a rule happens to do it, twice, late, or never"
 
     @initialize(steps=st.integers(1, 3), pps=st.integers(1, 2), size=st.integers(1, 3), slack=st.integers(0, 2), n_eval=st.integers(0, 2),
-                hosts=st.integers(1, 2), rollouts=st.integers(1, 3), every=st.integers(0, 2), keep=st.integers(1, 2))
-    def begin(self, steps, pps, size, slack, n_eval, hosts, rollouts, every, keep):
-        self.cfg = config(steps=steps, prompts_per_step=pps, max_groups=pps + slack, algorithm=GRPO(group_size=size), eval=Eval(every=every),
-                          keep_checkpoints=keep)
-        self.n, self.hosts, self.rollouts = (3, n_eval), hosts, {r: r % hosts for r in range(rollouts)}
+                hosts=st.integers(1, 2), rollouts=st.integers(1, 3), every=st.integers(0, 2), keep=st.integers(1, 2),
+                most=st.sampled_from([None, None, 1., 1.5, 3.]), buffer=st.sampled_from([Buffer(), Buffer(), *BUFFERS]), mixed=st.booleans())
+    def begin(self, steps, pps, size, slack, n_eval, hosts, rollouts, every, keep, most, buffer, mixed):
+        algorithm = GRPO(group_size=size) if most is None or size == 1 else GRPO(group_size=size, dynamic_sampling=True, refill_most=most)
+        self.cfg = config(steps=steps, prompts_per_step=pps, max_groups=pps + slack, algorithm=algorithm, eval=Eval(every=every, samples=1 + slack),
+                          keep_checkpoints=keep, buffer=buffer, mixture=Mixture(curriculum=Curriculum(window=2)) if mixed else None)
+        self.n, self.hosts, self.rollouts = (dict(a=2, b=1) if mixed else 3, n_eval), hosts, {r: r % hosts for r in range(rollouts)}
         self.manager, self.journal, self.t = RolloutManager(self.cfg, *self.n), Journal(), 0.
         self.waves, self.seats, self.answers, self.given, self.old = [], [], [], [], []
         self.arriving, self.alive, self.step, self.saved, self.lineage = [], set(), 0, [0], {}
@@ -54,7 +59,7 @@ class ManagerMachine(RuleBasedStateMachine):
         assert self.lineage.get(c.step, c.groups) == c.groups and len(c.groups) == self.cfg.prompts_per_step
         self.given = [c]
     def do_ReportEval(self, c):
-        assert len(c.reward) == self.n[1]
+        assert len(c.reward) == self.n[1] * self.cfg.eval.samples
         assert self.evals.setdefault((c.step, c.version), c) is not None
     def do_EndRun(self, c):
         assert self.end is None
@@ -105,11 +110,12 @@ class ManagerMachine(RuleBasedStateMachine):
         assert self.manager.ledger.counts() == before
 
     # data
-    @rule(data=st.data(), fate=st.sampled_from(['good', 'good', 'twice', 'one_fails', 'all_fail', 'nan']))
+    @rule(data=st.data(), fate=st.sampled_from(['good', 'good', 'twice', 'differ', 'one_fails', 'all_fail', 'nan']))
     def score(self, data, fate):
         if not self.answers: return
         c = self.answers.pop(data.draw(st.integers(0, len(self.answers) - 1)))
         good = {t: 1. for t in c.trajectories}
+        if fate == 'differ': good = {t: float(i) for i, t in enumerate(c.trajectories)}
         if fate == 'one_fails': del good[c.trajectories[0]]
         if fate == 'all_fail': good = {}
         if fate == 'nan': good[c.trajectories[0]] = float('nan')
@@ -225,6 +231,7 @@ class ManagerMachine(RuleBasedStateMachine):
         if not hasattr(self, 'manager') or len(self.old) % 4: return
         again = Ledger.restore(self.journal.rows.values())
         assert again.audit() == [] and again.counts() == self.manager.ledger.counts() and again.counts('eval') == self.manager.ledger.counts('eval')
+        assert again.filtered == self.manager.ledger.filtered and again.meta.get('cursor') in (None, self.manager.dispatch.cursor.kept)
 
 
 TestManagerMachine = ManagerMachine.TestCase
@@ -616,6 +623,16 @@ def test_work_is_shared_and_nobody_starves():
         hand.play()
         hand(ev.BatchAsked(1, step), ev.StepTrained(1, step, hand.m.issue_version(step, 1)))
     assert set(turns.values()) == {10}, turns
+
+
+@settings(max_examples=12, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(schedule=st.sampled_from(['laminar', 'sync', 'one_step', 'partial']), seed=st.integers(0, 99), times=st.sampled_from([2., 3.]))
+def test_who_is_faster_gets_more(schedule, seed, times):
+    "One of three rollouts is twice (three times) as fast as the others; after a few waves, in which that is measured, its part of the answers is about twice (three times) theirs"
+    world = World(config(steps=40, prompts_per_step=24, algorithm=GRPO(group_size=1), schedule=schedule), n_prompts=50, rollouts=3, hosts=1, capacity=32, seed=seed, kv_tokens=10_000,
+                  tail=2., repack_on=False, check=False, pace=(1., times, 1.)).run(10 ** 6)
+    done = Counter(r.rollout for r in world.journal.rows.values() if type(r).__name__ == 'TrajectoryRow' and r.id > 240 and r.kind == 'train')
+    assert .65 * times < 2 * done[1] / (done[0] + done[2]) < 1.5 * times, (done, {r.id: r.speed for r in world.manager.fleet.rollouts.values()})
 
 
 def test_scarce_work_is_shared_out():

@@ -6,11 +6,13 @@
 __all__ = ['Recorded', 'encode_record', 'decode_record', 'decode_records', 'Event', 'RolloutJoined', 'RolloutLost', 'WaveStarted',
            'PullFailed', 'Progress', 'Switched', 'Refused', 'VersionReady', 'RelayLost', 'GroupScored', 'DataLost',
            'ActorJoined', 'ActorLost', 'BatchAsked', 'StepTrained', 'CheckpointSaved', 'Paused', 'Resumed', 'StopAsked',
-           'EvalAsked', 'RepackSet', 'ScaleAsked', 'DrainAsked', 'Restarted', 'Tick', 'RelayTold', 'RelayJoined',
-           'RelayGone', 'RelayHeard', 'LinkFailed', 'VersionSealed', 'SealGone', 'RelayTick', 'StepDone', 'EvalDone',
-           'PoolSeen', 'Repacked', 'RepackDone', 'Notice', 'RunEnded', 'Record']
+           'EvalAsked', 'RepackSet', 'LearningRateSet', 'StalenessSet', 'CheckpointAsked', 'ScaleAsked', 'DrainAsked',
+           'Restarted', 'Tick', 'RelayTold', 'RelayJoined', 'RelayGone', 'RelayHeard', 'LinkFailed', 'VersionSealed',
+           'SealGone', 'RelayTick', 'StepDone', 'EvalDone', 'PoolSeen', 'WorkSeen', 'Repacked', 'RepackDone', 'Notice',
+           'RunEnded', 'length_bin', 'bin_length', 'Record']
 
 # %% ../../nbs/core/03_events.ipynb #02dfd33a
+import math
 from array import array
 from typing import Any, Union
 
@@ -150,9 +152,22 @@ class EvalAsked(Event, frozen=True):
     "Evaluate the held-out prompts at the newest version"
 
 class RepackSet(Event, frozen=True):
-    "Repack is switched on or off, or looks more or less often"
+    "Repack is switched on or off, looks more or less often, or has other thresholds"
     on: bool
     every: float # s
+    batch: int | None = None # B of every rollout; None = as it is
+    kv_max: float | None = None # C_max, as a fraction of the KV cache; None = as it is
+
+class LearningRateSet(Event, frozen=True):
+    "The actor learns at this rate from its next step on"
+    lr: float
+
+class StalenessSet(Event, frozen=True):
+    "Another bound on staleness"
+    versions: int | None # None = no bound
+
+class CheckpointAsked(Event, frozen=True):
+    "A durable checkpoint is wanted as soon as the actor is between two steps"
 
 class ScaleAsked(Event, frozen=True):
     "So many rollouts are wanted"
@@ -232,6 +247,11 @@ class EvalDone(Event, frozen=True):
     n: int
     length_median: float = 0.
     length_p99: float = 0.
+    samples: int = 1 # answers to each of the n prompts
+    se: float = 0. # standard error of the accuracy, clustered by prompt
+    pass_at: dict[int, float] = {} # pass@k by k
+    pass_se: dict[int, float] = {}
+    sets: dict[str, dict[str, float]] = {} # by name of the set, where there are several: n, accuracy, se, pass@k
 
 class PoolSeen(Event, frozen=True):
     "How all rollouts are, about once a second; parallel arrays, packed: thousands of these stay in memory"
@@ -249,6 +269,16 @@ class PoolSeen(Event, frozen=True):
     def rows(self) -> list[tuple[int, int, int, float]]: # rollout, version, running, KV use
         ints = [memoryview(x).cast('i').tolist() for x in (self.rollout, self.version, self.running)]
         return [(*x, k / 10_000) for *x, k in zip(*ints, memoryview(self.kv_used).cast('H'))]
+
+class WorkSeen(Event, frozen=True):
+    """Where the work is, as often as `PoolSeen`. Lengths are counted in bins (`length_bin`), so that a hundred thousand answers cost no more than ten"""
+    newest: int # version that is published
+    in_flight: int # groups
+    buffered: int # groups, complete and not yet consumed
+    tokens_per_s: float # generated now, as the rollouts say
+    flying: dict[int, int] = {} # answers that are being generated, by bin of their length so far
+    ended: list[tuple[int, bool, int, int]] = [] # answers that were scored since: version, whether they earned anything, bin, how many
+    broadcast: list[tuple[int, int, float, int]] = [] # versions that reached all relays since: version, relays, seconds, bytes over the network
 
 class Repacked(Event, frozen=True):
     "A repack plan, as it was decided; parallel lists, one entry a move of a whole rollout's tail"
@@ -282,6 +312,10 @@ class RunEnded(Event, frozen=True):
     "The last event of a run"
     state: str # done | stopped | failed
     reason: str = ''
+
+# %% ../../nbs/core/03_events.ipynb #0fc740d1
+def length_bin(tokens: int) -> int: return round(8 * math.log2(tokens + 1))
+def bin_length(i: int) -> float: return 2 ** (i / 8) - 1 # tokens, in the middle of a bin
 
 # %% ../../nbs/core/03_events.ipynb #48d19ece
 def _leaves(kind: type) -> list[type]: return [x for s in kind.__subclasses__() for x in _leaves(s)] or [kind]

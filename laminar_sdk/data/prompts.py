@@ -4,16 +4,18 @@
 
 # %% auto #0
 __all__ = ['Template', 'RESERVED', 'template_columns', 'fill', 'check_template', 'with_prompt', 'PromptStore', 'write', 'row',
-           'rows', 'fingerprint', 'PreparedPrompts', 'tokenize', 'prepared']
+           'rows', 'fingerprint', 'sources', 'PreparedPrompts', 'tokenize', 'prepared']
 
 # %% ../../nbs/data/03_prompts.ipynb #eb0d30d5
-import os
+import json, os
+from collections import Counter
 from pathlib import Path
 from string import Formatter
 from typing import Any, Callable, Iterable
 
 import numpy as np
 
+from ..core.config import as_mixture
 from ..core.errors import ConfigError, MissingError
 from .rundir import disk_errors, sync_folder
 from .sources import CHUNK, tables
@@ -155,7 +157,7 @@ def _spool(scratch, source, template):
     return schemas, n
 
 def write(self: PromptStore,
-          source: Any, # dicts, a Dataset, or a path to .jsonl(.gz), .json, .csv, .parquet, .arrow or a folder
+          source: Any, # dicts, a Dataset, a path to .jsonl(.gz), .json, .csv, .parquet, .arrow or a folder, or several of these by name
           template: Template = None # makes the column `prompt`: '{question}\nAnswer:', messages, or a function of the row
          ) -> 'PromptStore':
     "Copy prompts into the run directory, in their order, with all columns"
@@ -167,6 +169,7 @@ def write(self: PromptStore,
         schemas, n = _spool(scratch, source, template)
         if not n: raise ConfigError(f'no prompts: the data has no rows ({source!r:.80})', 'pass at least one prompt')
         schema = _unify(schemas)
+        if mixture := as_mixture(source): schema = schema.with_metadata(dict(sources=json.dumps(list(mixture.prompts))))
         self.tokens_path.unlink(missing_ok=True)
         _write_arrow(self.path, (_cast(_map(p), schema) for p in sorted(scratch.iterdir())), schema)
     finally: shutil.rmtree(scratch)
@@ -195,7 +198,14 @@ def fingerprint(self: PromptStore) -> str:
     import xxhash
     return xxhash.xxh3_128_hexdigest(self.path.read_bytes())
 
-PromptStore.row, PromptStore.rows, PromptStore.fingerprint = row, rows, fingerprint
+def sources(self: PromptStore, ids: Iterable[int] # of rows
+           ) -> dict[str, int]: # in the order of the rows; empty if the store was not written from several sources
+    "How many of these rows are of each source"
+    names = json.loads((self.table.schema.metadata or {}).get(b'sources', b'[]'))
+    count = Counter(self.table['source'].take(list(map(int, ids))).to_pylist()) if names else {}
+    return {n: count[n] for n in names}
+
+PromptStore.row, PromptStore.rows, PromptStore.fingerprint, PromptStore.sources = row, rows, fingerprint, sources
 
 # %% ../../nbs/data/03_prompts.ipynb #6ec3a004
 class PreparedPrompts:

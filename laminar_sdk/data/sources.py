@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Iterable, Iterator
 
+from ..core.config import Mixture, as_mixture
 from ..core.errors import ConfigError, MissingError
 
 # %% ../../nbs/data/02b_sources.ipynb #f4f2f8e1
@@ -87,8 +88,19 @@ def tables(source: Any # dicts, a Dataset, or a path
           ) -> Iterator: # of pyarrow.Table
     "A source of prompts as Arrow tables, a chunk at a time"
     if isinstance(source, (str, Path)): return _file_chunks(Path(source).expanduser())
-    if isinstance(source, dict): raise ConfigError(f'prompts are a dict with the keys {", ".join(map(repr, source))}',
-                                                   "pass one split, e.g. dataset['train'], or a list of dicts")
+    if mixture := as_mixture(source): return _named(mixture)
     if hasattr(source, 'with_format') and hasattr(source, '__len__'): # a datasets.Dataset
         return source.with_format('arrow').iter(CHUNK)
     return _chunks(source)
+
+# %% ../../nbs/data/02b_sources.ipynb #6f135ac4
+def _named(mixture: Mixture):
+    "Tables of all sources, with a column `source`"
+    import pyarrow as pa
+    for name, source in mixture.prompts.items():
+        n = 0
+        for table in tables(source):
+            if 'source' in table.column_names: raise ConfigError(f'{name!r}, one of several sources, has a column "source" of its own', 'rename that column')
+            yield table.append_column('source', pa.array([name] * len(table), pa.string()))
+            n += len(table)
+        if not n: raise ConfigError(f'the source {name!r} has no rows', 'leave it out, or look at its data')

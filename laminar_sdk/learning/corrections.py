@@ -71,7 +71,8 @@ def staleness_weights(staleness: Tensor, # [B] or [B, T] versions, ≥ 0
 
 def _of_tokens(staleness, mask):
     "As [B, T] numbers, refusing what lies in the future"
-    d = staleness.float() if staleness.ndim == 2 else staleness.float()[:, None].expand(mask.shape)
+    d = staleness.float()
+    if d.shape != mask.shape: d = d[:, None].expand(mask.shape)
     if (d[mask] < 0).any(): raise ConfigError(f'a staleness of {int(d[mask].min())}', 'a token cannot be newer than the newest version: pass versions behind, ≥ 0')
     return d
 

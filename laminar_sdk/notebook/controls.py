@@ -10,6 +10,8 @@ import threading
 from html import escape
 from typing import Any, Callable
 
+from ..core.errors import ConfigError
+
 # %% ../../nbs/notebook/02a_controls.ipynb #4e73a0b1
 class Controls:
     "Buttons for a run; `box` is the widget"
@@ -21,13 +23,20 @@ class Controls:
         small = lambda **k: w.Layout(width='auto', **k)
         self.buttons = {name: w.Button(description=name, tooltip=tip, layout=small()) for name, tip in (
             ('Pause', 'No new wave and no step; what is in flight finishes'), ('Pause now', 'What is in flight is parked with its tokens'),
-            ('Resume', 'Go on'), ('Evaluate', 'The held-out prompts, at the newest version'), ('Stop', 'End the run and give everything back; asks once more'))}
-        self.repack, self.every = w.Checkbox(value=True, description='repack', indent=False, layout=small()), w.BoundedFloatText(
-            value=5., min=.05, max=600., step=.05, description='every (s)', layout=w.Layout(width='150px'))
-        self.n = w.BoundedIntText(value=1, min=0, max=4096, description='rollouts', layout=w.Layout(width='150px'))
-        self.scale, self.apply = w.Button(description='Scale', layout=small()), w.Button(description='Apply', layout=small(), tooltip='Switch repack as set here')
+            ('Resume', 'Go on'), ('Evaluate', 'The held-out prompts, at the newest version'), ('Checkpoint', 'A durable one, between two steps'),
+            ('Stop', 'End the run and give everything back; asks once more'))}
+        button = lambda name, tip: w.Button(description=name, tooltip=tip, layout=small())
+        field = lambda kind, name, width, **k: kind(description=name, style=dict(description_width='initial'), layout=w.Layout(width=f'{width}px'), **k)
+        self.repack, self.every = w.Checkbox(value=True, description='repack', indent=False, layout=small()), field(w.BoundedFloatText, 'every (s)', 130, value=5., min=.05, max=600., step=.05)
+        self.batch, self.kv_max = field(w.BoundedIntText, 'B', 80, value=0, min=0, max=1 << 20), field(w.BoundedFloatText, 'C_max', 110, value=.0, min=0., max=1., step=.05)
+        self.n, self.which = field(w.BoundedIntText, 'rollouts', 120, value=1, min=0, max=4096), field(w.Dropdown, '', 100, options=[])
+        self.lr, self.stale = field(w.Text, 'learning rate', 160), field(w.Text, 'staleness ≤', 130, placeholder='no bound')
+        self.scale, self.drain = button('Scale', 'So many rollouts from now on'), button('Drain', 'No new work for it; it ends when nothing is left')
+        self.apply, self.set = button('Apply', 'Repack as set here; 0 leaves a threshold as it is'), button('Set', 'From the next step, and the next wave, on')
         self._wire()
-        self.box = w.VBox([w.HBox([*self.buttons.values(), self.repack, self.every, self.apply, self.n, self.scale]), self.said])
+        row = lambda *ws: w.HBox(ws, layout=w.Layout(flex_flow='row wrap', align_items='center'))
+        self.box = w.VBox([row(*self.buttons.values(), self.n, self.scale, self.which, self.drain),
+                           row(self.repack, self.every, self.batch, self.kv_max, self.apply, self.lr, self.stale, self.set), self.said])
 
     def _wire(self):
         run, b = self.run, self.buttons
@@ -35,11 +44,24 @@ class Controls:
         b['Pause now'].on_click(lambda _: self.ask('pause now', lambda: run.pause(now=True)))
         b['Resume'].on_click(lambda _: self.ask('resume', run.resume))
         b['Evaluate'].on_click(lambda _: self.ask('evaluate', run.evaluate))
+        b['Checkpoint'].on_click(lambda _: self.ask('checkpoint', run.checkpoint))
         b['Stop'].on_click(lambda _: self._stop())
-        self.apply.on_click(lambda _: self.ask(self._wish(), lambda: run.pool.repack(self.repack.value, every=self.every.value)))
+        self.apply.on_click(lambda _: self.ask(self._wish(), lambda: run.pool.repack(self.repack.value, every=self.every.value, batch=self.batch.value or None, kv_max=self.kv_max.value or None)))
         self.scale.on_click(lambda _: self.ask(f'scale to {self.n.value} rollouts', lambda: run.pool.scale(self.n.value)))
+        self.drain.on_click(lambda _: self.ask(f'drain rollout/{self.which.value}', lambda: run.pool.drain(self.which.value)))
+        self.set.on_click(lambda _: self.ask(f'learning rate {self.lr.value}, staleness ≤ {self.stale.value or "no bound"}', self._set))
 
     def _wish(self) -> str: return f'repack every {self.every.value:g} s' if self.repack.value else 'no repack'
+
+    def _set(self):
+        "Only what was changed"
+        lr, stale = self.lr.value.strip(), self.stale.value.strip()
+        changed = {} if lr == self.had[0] else dict(lr=_number(float, lr, 'learning rate'))
+        if stale != self.had[1]: changed['max_staleness'] = _number(int, stale, 'staleness') if stale else None
+        self.run.set(**changed)
+        self.had = lr, stale
+
+    had = '', '' # what the two fields said when they were last in step with the run
 
     def _stop(self):
         "A run cannot be un-stopped by a slip of the mouse"
@@ -50,8 +72,12 @@ class Controls:
     def show(self, status: dict):
         "What the fields should say, from `run.status()`"
         m = status.get('manager', {})
-        if r := m.get('repack'): self.repack.value, self.every.value = r['on'], r['every']
+        if r := m.get('repack'):
+            self.repack.value, self.every.value = r['on'], r['every']
+            self.batch.value, self.kv_max.value = r.get('batch') or 0, r.get('kv_max') or 0.
         if m.get('rollouts'): self.n.value = len(m['rollouts'])
+        self.which.options = [(f'rollout/{i}', i) for i in m.get('rollouts', {})]
+        if 'lr' in m: self.lr.value, self.stale.value = self.had = f"{m['lr']:g}", '' if m['max_staleness'] is None else str(m['max_staleness'])
 
     def ask(self, what: str, how: Callable[[], Any]):
         "Do it in a thread; say so before and after"
@@ -64,3 +90,7 @@ class Controls:
         try: how()
         except Exception as e: self.said.value = f'<small style="color:#D55E00"><b>{escape(what)}</b>: {escape(str(e))}</small>'
         else: self.said.value = f'<small>done: {escape(what)}</small>'
+
+def _number(kind: type, text: str, what: str):
+    try: return kind(text)
+    except ValueError: raise ConfigError(f'{what} {text!r}', f'give {"a whole number" if kind is int else "a number, such as 1e-6"}') from None

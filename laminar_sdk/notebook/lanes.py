@@ -35,6 +35,10 @@ class Lanes:
         elif isinstance(e, ev.Repacked): self.plans.append((r.t, e))
         elif isinstance(e, ev.RepackDone): self.done[e.plan] = r.t, e
         elif isinstance(e, ev.Notice) and e.level != 'info' and e.where.startswith('rollout/'): self.marks.append((r.t, e))
+        if len(self.plans) > self.most:
+            for _, p in self.plans[:self.most // 2]: self.done.pop(p.plan, None)
+            del self.plans[:self.most // 2]
+        del self.marks[:-self.most]
 
     def _point(self, rollout: int, t: float, point: list):
         lane = self.lanes.setdefault(rollout, [])

@@ -9,9 +9,10 @@ __all__ = ['Replay']
 import bisect
 from typing import Any
 
-from .charts import Series
+from .charts import Series, headline
 from .lanes import repack_log
-from .svg import picture
+from .svg import picture, sparks
+from .view import LiveView, look_up
 
 # %% ../../nbs/notebook/02b_replay.ipynb #35be8b5c
 class Replay:
@@ -22,7 +23,7 @@ class Replay:
         self.run, self.records = run, sorted(run.events(), key=lambda r: (r.t, r.seq))
         self.times = [r.t for r in self.records]
         self.series, self.seen = Series(), 0
-        self.box = None
+        self.box = self.view = None
 
     def __repr__(self): return f'Replay({self.run.name!r}, {len(self.records)} records, {self.end:.0f} s)'
 
@@ -42,10 +43,13 @@ class Replay:
         series = self.at(t)
         return picture(self.run.name, series, self.run.config.get('steps')) + repack_log(series.lanes)
 
-    def widget(self):
-        "The pictures under a slider and a play button"
+    def widget(self, plain: bool | None = None # for pages without our script, as `dashboard(plain=…)`
+              ):
+        "The live view under a slider and a play button"
         import ipywidgets as w
+        from laminar_sdk.notebook.dashboard import only_plain
         if self.box is None:
+            if not (only_plain() if plain is None else plain): return self._live()
             slider = w.FloatSlider(value=self.end, min=0., max=max(self.end, 1.), step=max(self.end, 1.) / 500, readout_format='.0f', description='time (s)',
                                    continuous_update=False, layout=w.Layout(width='700px'))
             play, view = w.Play(min=0, max=500, step=2, interval=250), w.HTML(self.html(self.end))
@@ -53,6 +57,22 @@ class Replay:
             slider.observe(lambda c: setattr(view, 'value', self.html(c['new'])), 'value')
             self.box = w.VBox([w.HBox([play, slider]), view])
         return self.box
+
+    def _live(self):
+        import ipywidgets as w
+        slider = w.FloatSlider(value=self.end, min=0., max=max(self.end, 1.), step=max(self.end, 1.) / 500, readout_format='.0f', description='time (s)', layout=w.Layout(width='700px'))
+        play, head = w.Play(min=0, max=500, step=2, interval=300), w.HTML(self._head(self.end))
+        self.view = LiveView(self.at(self.end), look_up(self.run) if hasattr(self.run, 'browse') else None)
+        def go(t):
+            self.view.series = self.at(t)
+            self.view.tell_all()
+            head.value = self._head(t)
+        play.observe(lambda c: setattr(slider, 'value', slider.max * c['new'] / 500), 'value')
+        slider.observe(lambda c: go(c['new']), 'value')
+        self.slider, self.box = slider, w.VBox([w.HBox([play, slider]), head, self.view.widget])
+        return self.box
+
+    def _head(self, t: float) -> str: return headline(self.run.name, series := self.at(t), self.run.config.get('steps')) + sparks(series)
 
     def _ipython_display_(self):
         from IPython.display import display

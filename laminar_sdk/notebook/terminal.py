@@ -70,6 +70,9 @@ class Follower:
         self.accuracy = accuracy
         return accuracy
 
-    def _on_EvalDone(self, r, e): self.print(f'  held-out accuracy {e.accuracy:.3f} on {e.n} problems at version {e.version} (after step {e.step})')
+    def _on_EvalDone(self, r, e):
+        more = ''.join(f', pass@{k} {p:.3f}' for k, p in e.pass_at.items() if e.samples > 1)
+        self.print(f'  held-out accuracy {e.accuracy:.3f}{f" ± {e.se:.3f}" if e.se > 0 else ""}{more} on {e.n} problems at version {e.version} (after step {e.step})')
+        for name, s in e.sets.items(): self.print(f'    {name}: {s["accuracy"]:.3f} on {s["n"]:.0f}')
     def _on_Notice(self, r, e): self.print(f'  {e.level + ": " if e.level != "info" else ""}{e.text}  [{r.t:.0f} s]')
     def _on_RunEnded(self, r, e): self.print(f"  run {self.name!r} {e.state} after {r.t:.0f} s{': ' + e.reason if e.reason else ''}")

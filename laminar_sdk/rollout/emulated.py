@@ -6,7 +6,7 @@
 __all__ = ['Answer', 'random_answer', 'prompt_key', 'long_answer', 'Flow', 'draw', 'EmulatedEngine']
 
 # %% ../../nbs/rollout/03_emulated.ipynb #33a9388d
-import asyncio, math, time
+import asyncio, itertools, math, time
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from statistics import NormalDist
@@ -62,10 +62,10 @@ class Flow:
     news: asyncio.Queue = field(default_factory=asyncio.Queue) # chunks, or the engine's death
     shown: int = 0
 
-    def show(self, until: int, finish: str | None = None):
+    def show(self, until: int, finish: str | None = None, version: int | None = None):
         "Its tokens up to there"
         i = np.arange(self.request.generated + self.shown, self.request.generated + until)
-        self.news.put_nowait(Chunk(self.ids[self.shown:until], (-(1 + i % 97) / 97).astype(np.float32), finish))
+        self.news.put_nowait(Chunk(self.ids[self.shown:until], (-(1 + i % 97) / 97).astype(np.float32), finish, version))
         self.shown = until
 
 def draw(answer: Answer, request: GenerationRequest, room: int, seed: int) -> Flow:
@@ -104,6 +104,7 @@ class EmulatedEngine:
         self.cost, self.speed, self.show_s, self.load_s, self.answer = cost or Constant(step_s), speed, show_s, load_s, answer or random_answer()
         self.decoder, self.flows = Decoder(self.cost, max_num_seqs, kv_tokens, share=share), {}
         self.wake, self.task, self.dead, self.born, self.shown, self.late = asyncio.Event(), None, (), time.monotonic(), 0., [0, 0.]
+        self.version: int | None = None # as last loaded
 
     @property
     def running(self): return self.decoder.running
@@ -148,17 +149,17 @@ def _due(self: EmulatedEngine) -> float:
     return min(d.next_s(), max(step, self.shown + self.show_s * self.speed))
 
 @patch
-def _catch_up(self: EmulatedEngine):
+def _catch_up(self: EmulatedEngine, all: bool = False):
     "Do what should have been done by now, and show it"
     now = self.time()
     for _, seat in self.decoder.advance(now):
         flow = self.flows.pop(seat.id)
-        flow.show(len(flow.ids), flow.finish)
-    if now < self.shown + self.show_s * self.speed: return
+        flow.show(len(flow.ids), flow.finish, self.version)
+    if not all and now < self.shown + self.show_s * self.speed: return
     self.shown = now
     for id, seat in self.running.items():
         flow, made = self.flows[id], self.decoder.made_by(seat)
-        if made > flow.shown: flow.show(made)
+        if made > flow.shown: flow.show(made, version=self.version)
 
 # %% ../../nbs/rollout/03_emulated.ipynb #aedd73dd
 @patch
@@ -178,12 +179,12 @@ async def generate(self: EmulatedEngine, request: GenerationRequest) -> AsyncIte
         while last is None or isinstance(last, Chunk) and not last.finish_reason:
             news = [await flow.news.get()] + [flow.news.get_nowait() for _ in range(flow.news.qsize())]
             last = news[-1]
-            if chunks := [c for c in news if isinstance(c, Chunk)]: yield chunks[0] if len(chunks) == 1 else _merge(chunks)
+            for _, same in itertools.groupby((c for c in news if isinstance(c, Chunk)), lambda c: c.version): yield _merge(list(same))
         if not isinstance(last, Chunk): raise last
     finally: self._drop(flow)
 
-def _merge(chunks: list[Chunk]) -> Chunk:
-    return Chunk(np.concatenate([c.ids for c in chunks]), np.concatenate([c.logprobs for c in chunks]), chunks[-1].finish_reason)
+def _merge(chunks: list[Chunk]) -> Chunk: # all of one version
+    return chunks[0] if len(chunks) == 1 else Chunk(np.concatenate([c.ids for c in chunks]), np.concatenate([c.logprobs for c in chunks]), chunks[-1].finish_reason, chunks[0].version)
 
 @patch
 def _drop(self: EmulatedEngine, flow: Flow):
@@ -197,7 +198,7 @@ def _drop(self: EmulatedEngine, flow: Flow):
 async def abort(self: EmulatedEngine, id):
     "End one response now; of one that is not there, nothing"
     if (flow := self.flows.get(id)) is None: return
-    flow.show(self.decoder.made_by(flow.seat), 'abort')
+    flow.show(self.decoder.made_by(flow.seat), 'abort', self.version)
     self._drop(flow)
 
 @patch
@@ -239,11 +240,12 @@ async def load(self: EmulatedEngine,
     if self.dead: raise EngineDead(*self.dead)
     if not keep:
         for id in list(self.flows): await self.abort(id)
-    self._catch_up()
+    self._catch_up(all=True) # what was made before is of the version before
     self.decoder.hold()
     began = time.monotonic()
     try:
         report = await asyncio.to_thread(_pull, version, socket_path)
+        self.version = report.version
         await asyncio.sleep(max(0., began + self.load_s / self.speed - time.monotonic()))
     finally: await self.resume()
     return LoadReport(report.version, time.monotonic() - began, True, report.nbytes, report.checksum, emulated=True)

@@ -28,6 +28,7 @@ class GenerationRequest:
     stop_token_ids: tuple[int, ...] = () # beside the engine's EOS ids
     seed: int | None = None # the same seed, prompt and weights give the same tokens
     generated: int = 0 # tokens of this response that `prompt_ids` ends with, made before it moved
+    endless: bool = False # no token ends it, only its budget: for measurements
 
     def room(self, max_model_len: int # tokens of prompt and response
             ) -> int: # tokens that may be generated
@@ -43,6 +44,7 @@ class Chunk:
     ids: np.ndarray = _none(np.int32) # [t] int32
     logprobs: np.ndarray = _none(np.float32) # [t] float32
     finish_reason: FinishReason | None = None # set on the last chunk: stop, length or abort
+    version: int | None = None # of the weights that generated these; None = those that the engine was last told to load
 
 # %% ../../nbs/rollout/00_engine.ipynb #9c51f657
 class LoadReport(msgspec.Struct, frozen=True):

@@ -110,8 +110,15 @@ class Outbox:
     def __init__(self): self.parts, self.news, self.tokens = deque([Compartment(-1)]), asyncio.Event(), 0
 
     def turn(self, version: int):
-        "From now on, tokens are of this version"
-        self.parts.append(Compartment(version))
+        "From now on, tokens are of this version, unless they say otherwise"
+        if self.parts[-1].version != version: self.parts.append(Compartment(version))
+
+    def part(self, version: int | None) -> Compartment:
+        "Where tokens of this version go"
+        if version in (None, self.parts[-1].version): return self.parts[-1]
+        i = next((i for i, p in enumerate(self.parts) if p.version >= version), len(self.parts))
+        if i == len(self.parts) or self.parts[i].version > version: self.parts.insert(i, Compartment(version))
+        return self.parts[i]
 
     def say(self, event):
         self.parts[-1].events.append(event)
@@ -120,7 +127,7 @@ class Outbox:
     def add(self, item: Assignment, first: int, chunk: Chunk, call: Call | None = None):
         "The next tokens of a trajectory, generated or (with the call) told"
         self.tokens += 0 if call else len(chunk.ids)
-        _, chunks, calls = self.parts[-1].flows.setdefault((item.trajectory, item.lease), (first, [], []))
+        _, chunks, calls = self.part(chunk.version).flows.setdefault((item.trajectory, item.lease), (first, [], []))
         chunks.append(chunk)
         if call: calls.append(call)
         self.news.set()

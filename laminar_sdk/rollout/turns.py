@@ -88,7 +88,7 @@ def _take(self: TurnLoop, chunk: Chunk, scan: Scan) -> bool: # whether the turn 
     t.on_tokens(chunk.ids[:n], chunk.logprobs[:n])
     how = 'tag' if hit else None if chunk.finish_reason == 'abort' else chunk.finish_reason
     if how: t.on_turn_end(how)
-    if n or t.finish: self.emit(first, Chunk(chunk.ids[:n], chunk.logprobs[:n], t.finish), None)
+    if n or t.finish: self.emit(first, Chunk(chunk.ids[:n], chunk.logprobs[:n], t.finish, chunk.version), None)
     return hit is not None and chunk.finish_reason is None
 
 # %% ../../nbs/rollout/34_turns.ipynb #56549cbc

@@ -6,29 +6,33 @@
 __all__ = ['Batches']
 
 # %% ../../nbs/scheduling/10_batches.ipynb #3132d118
-from typing import Any
+from typing import Any, Callable
 
 from fastcore.basics import patch
 
 from ..core.config import RunConfig
 from ..core.errors import RunError
 from ..core.events import BatchAsked, StepTrained
-from .commands import Command, GiveBatch
+from .buffer import Order, evict
+from .commands import Command, GiveBatch, GiveEarly
 from .evaluation import Evaluations
 from .ledger import Ledger
-from .schedules import in_time
+from .schedules import in_time, schedule_for
 
 # %% ../../nbs/scheduling/10_batches.ipynb #6219bbfd
 class Batches:
     "Gives each step its groups, once on each lineage"
 
-    def __init__(self, config: RunConfig, ledger: Ledger, evals: Evaluations):
-        self.config, self.ledger, self.evals = config, ledger, evals
+    def __init__(self, config: RunConfig, ledger: Ledger, evals: Evaluations,
+                 source: Callable[[int], str] | None = None # the name of a prompt's source, where there are several
+                ):
+        self.config, self.ledger, self.evals, self.source, self.order = config, ledger, evals, source, Order(config.buffer, ledger)
         self.asked: BatchAsked | None = None # not answered yet
+        self.early, self.shown = schedule_for(config).early, set() # groups that the actor was shown before their batch is complete
 
     def ask(self, e: BatchAsked):
         "The actor waits for the groups of a step"
-        if e.incarnation >= self.ledger.incarnation: self.asked = e
+        if e.incarnation >= self.ledger.incarnation: self.asked, self.shown = e, set()
 
     def forget(self, incarnation: int):
         "This life of the actor is over: nobody waits any more"
@@ -42,19 +46,30 @@ def give(self: Batches) -> list[Command]:
     if a is None or a.incarnation != ledger.incarnation: return []
     if a.step not in ledger.steps:
         due = ledger.trained_step + 1 == a.step <= self.config.steps
+        if due: evict(ledger, self.config.buffer)
         groups = self._choose(n) if due and len(ledger.buffer) >= n else []
-        if not groups: return []
-        ledger.sample(a.step, a.incarnation, groups)
+        if not groups: return self._show(n) if due and self.early else []
+        ledger.sample(a.step, a.incarnation, sorted(groups, key=lambda g: ledger.groups[g].completed))
     self.asked, groups = None, ledger.batches[a.step]
     return [GiveBatch(a.incarnation, a.step, list(groups), [ledger.living(g) for g in groups])]
 
 @patch
+def _show(self: Batches, n: int) -> list[Command]:
+    "A schedule may let the actor begin with what is there"
+    first = self.order.first(n) if self.config.max_staleness is None else sorted(self.ledger.buffer, key=lambda g: (self.ledger.groups[g].version, self.ledger.groups[g].completed))[:n]
+    new = [g for g in first if g not in self.shown]
+    self.shown |= set(new)
+    return [GiveEarly(self.asked.incarnation, self.asked.step, new, [self.ledger.living(g) for g in new])] if new else []
+
+@patch
 def _choose(self: Batches, n: int) -> list[int]: # groups; none = wait
-    "The groups that completed first; under a bound on staleness the stalest, and only if all others can still be trained in time"
-    k, ledger = self.config.max_staleness, self.ledger
-    if k is None: return ledger.oldest_buffered(n)
-    slack = {g.id: max(0, k - ledger.staleness(g.version if g.version >= 0 else ledger.newest))
-             for g in ledger.groups.values() if g.kind == 'train' and g.state in ('open', 'closed', 'buffered')}
+    "In the buffer's order; under a bound on staleness the stalest, and only if all others can still be trained in time"
+    k, ledger, wish = self.config.max_staleness, self.ledger, self.order.first(n)
+    if k is None: return wish
+    alive = [g for g in ledger.groups.values() if g.state in ('open', 'closed', 'buffered') and g.kind == 'train']
+    left = {v: max(0, k - ledger.staleness(v if v >= 0 else ledger.newest)) for v in {g.version for g in alive}}
+    slack = {g.id: left[g.version] for g in alive}
+    if self.order.buffer.order != 'fifo' and in_time(list(slack.values()), [slack[g] for g in wish], n): return wish
     best = sorted(ledger.buffer, key=lambda g: (slack[g], ledger.groups[g].completed))[:n]
     if in_time(list(slack.values()), [slack[g] for g in best], n): return best
     late = [s for g, s in slack.items() if g not in ledger.buffer and s < slack[best[-1]]]
@@ -95,14 +110,16 @@ def issue_version(self: Batches, step: int, incarnation: int) -> int:
 
 # %% ../../nbs/scheduling/10_batches.ipynb #a6ad9142
 @patch
-def figures(self: Batches, step: int) -> dict[str, list]: # by trajectory
-    "Lengths, rewards and staleness of a step's batch (of older steps: in the ledger file)"
+def figures(self: Batches, step: int) -> dict[str, Any]: # lists, by trajectory
+    "Lengths, rewards, staleness and sources of a step's batch, and how many groups were set aside for it (of older steps: in the ledger file)"
     row, rows = self.ledger.steps[step], [self.ledger.rows[t] for g in self.ledger.batches[step] for t in self.ledger.living(g)]
     after = self.ledger.staleness(row.newest) # published since it was sampled
-    return dict(lengths=[r.length for r in rows], rewards=[r.reward for r in rows], staleness=[self.ledger.staleness(r.version) - after for r in rows])
+    more = dict(sources=[self.source(r.prompt) for r in rows]) if self.source else {}
+    if self.config.algorithm.dynamic_sampling: more |= dict(filtered=self.ledger.filtered[step])
+    return dict(lengths=[r.length for r in rows], rewards=[r.reward for r in rows], staleness=[self.ledger.staleness(r.version) - after for r in rows], **more)
 
 @patch
 def cut(self: Batches, step: int, cursor: dict[str, int]) -> dict[str, Any]:
     "What makes a checkpoint of this step consistent with the ledger"
     return dict(step=step, ledger_sequence=self.ledger.meta.get('sequence', 0), prompt_cursor=cursor, buffered_groups=sorted(self.ledger.buffer),
-                sampler='oldest complete group first', highest_version=self.ledger.meta.get('version', -1), incarnation=self.ledger.incarnation)
+                sampler=self.config.buffer.model_dump(mode='json'), highest_version=self.ledger.meta.get('version', -1), incarnation=self.ledger.incarnation)

@@ -48,7 +48,7 @@ class GroupRow(msgspec.Struct):
     state: str = 'open'
     position: int = -1 # of the prompt in the cursor's endless sequence
     completed: int = 0 # its place in the order of completion; 0 = not complete
-    step: int = 0 # that consumed it (train), or that is evaluated (eval)
+    step: int = 0 # that consumed it, or for which it was filtered (train); that is evaluated (eval)
     version: int = -1 # that is evaluated (eval); oldest that any member was placed at (train)
     round: int = 0 # number of the evaluation
     reason: str = ''
@@ -115,6 +115,7 @@ class Books:
         self.batches: dict[int, list[int]] = {} # their groups
         self.versions: dict[int, VersionRow] = {}
         self.published: list[int] = [] # ascending
+        self.filtered: Counter = Counter() # groups that were filtered, by the step for which they were
         self.tally = {t: {k: Counter() for k in KINDS} for t in NEXT} # of all rows ever, by state
         self.retired = copy.deepcopy(self.tally) # of those that are no longer in memory
         self._changed: dict[tuple, msgspec.Struct] = {}
@@ -190,7 +191,13 @@ def retire(self: Books, group: int):
     "A final group leaves the memory; its numbers stay"
     g = self.groups.pop(group)
     self.retired[GroupRow][g.kind][g.state] += 1
+    self._count_filtered(g)
     for t in self.members.pop(group): self.retired[TrajectoryRow][g.kind][self.rows.pop(t).state] += 1
+
+@patch
+def _count_filtered(self: Books, g: GroupRow):
+    "Under the step for which it was, as long as the actor can go back there"
+    if g.state == 'filtered' and g.step > self.horizon: self.filtered[g.step] += 1
 
 @patch
 def counts(self: Books, kind: str = 'train') -> dict[str, int]:
@@ -249,5 +256,6 @@ def _load_trajectory(self, r):
 @patch
 def _count_final(self: Books, r: TrajectoryRow | GroupRow):
     for tally in (self.tally, self.retired): tally[type(r)][r.kind][r.state] += 1
+    if isinstance(r, GroupRow): self._count_filtered(r)
 
 _LOAD = dict(zip(KEYS, (_load_meta, _load_version, _load_step, _load_group, _load_trajectory)))

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Command', 'Placement', 'StartWave', 'Continue', 'Switch', 'Abort', 'Suspend', 'Raise', 'Retire', 'ScoreGroup',
-           'Forget', 'GiveBatch', 'Pin', 'Unpin', 'Tell', 'ReportEval', 'EndRun']
+           'Forget', 'GiveBatch', 'GiveEarly', 'Pin', 'Unpin', 'Tell', 'ReportEval', 'EndRun']
 
 # %% ../../nbs/scheduling/00_commands.ipynb #6751c2f0
 from typing import Any
@@ -83,6 +83,13 @@ class GiveBatch(Command, frozen=True):
     groups: list[int]
     trajectories: list[list[int]] # by group
 
+class GiveEarly(Command, frozen=True):
+    "Groups that will be in the actor's next step, as far as can be seen: it may begin with them. Nothing is written down, the step itself may be others'"
+    incarnation: int
+    step: int
+    groups: list[int] # that it has not been told of
+    trajectories: list[list[int]] # by group
+
 # %% ../../nbs/scheduling/00_commands.ipynb #f6144ed7
 class Pin(Command, frozen=True):
     "Relays keep this version until it is unpinned: an evaluation needs it"
@@ -100,8 +107,9 @@ class ReportEval(Command, frozen=True):
     "An evaluation is complete"
     step: int
     version: int
-    reward: dict[int, float] # by trajectory
+    reward: dict[int, float] # by trajectory; 0 of those that failed
     lengths: dict[int, int]
+    prompt: dict[int, int] # row of the prompt store
 
 class EndRun(Command, frozen=True):
     "Nothing is left to do (done, stopped), or nothing can be done (failed)"

@@ -52,6 +52,14 @@ def state(self: PromptCursor) -> dict[str, int]:
     "What a checkpoint names"
     return dict(n_prompts=self.n_prompts, seed=self.seed, epoch=self.epoch, position=self.position)
 
+PromptCursor.kept = property(lambda self: self.position)
+PromptCursor.source = None # of a prompt: there is only one
+
+@patch
+def saw(self: PromptCursor, prompt: int, rewards: list[float]) -> bool: # whether the state has changed
+    "A group is scored"
+    return False
+
 @patch(cls_method=True)
 def restore(cls: PromptCursor, state: dict[str, int]) -> PromptCursor:
     "The cursor at that state"

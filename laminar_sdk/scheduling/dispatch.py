@@ -17,10 +17,10 @@ from ..core.config import RunConfig
 from ..core.errors import ConfigError
 from .books import KINDS, TrajectoryRow
 from .commands import Command, Continue, Forget, Placement, StartWave
-from .cursor import PromptCursor
 from .evaluation import Evaluations
 from .fleet import Fleet, Rollout
 from .ledger import Ledger
+from .mixture import cursor_for
 from .moves import seat
 from .schedules import Situation, paced, schedule_for
 
@@ -29,13 +29,13 @@ class Dispatch:
     "Admits groups and gives free rollouts their waves"
 
     def __init__(self, config: RunConfig, ledger: Ledger, fleet: Fleet, evals: Evaluations,
-                 n_prompts: int # to train on
+                 n_prompts: int | dict[str, int] # to train on; by source, if there are several
                 ):
         if config.groups_bound < config.prompts_per_step:
             raise ConfigError(f'RunConfig.max_groups = {config.max_groups}, but a step needs prompts_per_step = {config.prompts_per_step} groups: '
                               'none could ever begin', f'use at least {config.prompts_per_step}, or leave it out')
         self.config, self.ledger, self.fleet, self.evals, self.schedule = config, ledger, fleet, evals, schedule_for(config)
-        self.cursor = PromptCursor(n_prompts, config.seed, ledger.meta.get('cursor', 0))
+        self.cursor = cursor_for(config, n_prompts, ledger.meta.get('cursor'))
         if 'prompts' not in ledger.meta: ledger.set('prompts', [n_prompts, config.seed])
         if ledger.meta['prompts'] != [n_prompts, config.seed]:
             raise ConfigError(f"{n_prompts} prompts with seed {config.seed}, but this run has begun with {ledger.meta['prompts'][0]} and seed "
@@ -70,7 +70,7 @@ def _admit(self: Dispatch) -> list[int]: # its trajectories
     "The next prompt becomes a group"
     position = self.cursor.position
     group = self.ledger.admit(self.cursor.next(), self.config.algorithm.group_size, position=position)
-    self.ledger.set('cursor', self.cursor.position)
+    self.ledger.set('cursor', self.cursor.kept)
     return self.ledger.members[group]
 
 # %% ../../nbs/scheduling/08_dispatch.ipynb #871ef891
@@ -79,24 +79,25 @@ def waves(self: Dispatch) -> list[Command]:
     "Places for what is parked, a wave for every free rollout, and more for those that are refilled, as far as there is work"
     out: list[Command] = self._rejoin() if self.parked() else []
     free = self.fleet.free() if self.ledger.waiting['train'] or self.ledger.waiting['eval'] or self.permits() else []
-    total = sum(o.batch for o in self.fleet.rollouts.values() if not o.draining) if free or self.schedule.refill else 0
+    weights = self.fleet.weights() if free or self.schedule.refill else {}
     s = self.situation() if free else None # what begins now begins at one version
     for i, r in enumerate(free):
         held_out = self.evals.seats(r, len(free) - i)
-        version, ids = held_out or self._train_seats(r, len(free) - i, total, s)
+        version, ids = held_out or self._train_seats(r, sum(weights[o.id] for o in free[i:]), weights, s)
         if ids: out.append(self._start(r, version, ids, 'eval' if held_out else 'train'))
-    return out + (self._refill(total) if self.schedule.refill else [])
+    return out + (self._refill(weights) if self.schedule.refill else [])
 
 @patch
-def _train_seats(self: Dispatch, r: Rollout, free: int, total: int, s: Situation) -> tuple[int | None, list[int]]: # version, trajectories
+def _train_seats(self: Dispatch, r: Rollout,
+                 free: float, # weight of those that are free, this one included
+                 weights: dict[int, float], s: Situation) -> tuple[int | None, list[int]]: # version, trajectories
     "What a rollout generates for the actor next"
     if old := self._reachable(r): return old
     if (version := self._version(r, s)) is None: return None, []
     permits, size, fresh = self.permits(version), self.config.algorithm.group_size, self._fresh()
     work = sum(map(len, fresh)) + permits * size
     if not work: return None, []
-    wave = self._wave(r, total)
-    room, ids = min(wave, ceil(work / free)), []
+    room, ids = min(self._wave(r, weights), ceil(work * weights[r.id] / free)), []
     for part in fresh:
         if ids and len(ids) + len(part) > room: break
         ids += part
@@ -106,8 +107,9 @@ def _train_seats(self: Dispatch, r: Rollout, free: int, total: int, s: Situation
     return version, ids
 
 @patch
-def _wave(self: Dispatch, r: Rollout, total: int) -> int: # trajectories
-    return self.schedule.wave(r.batch, r.capacity, total, self.config.prompts_per_step * self.config.algorithm.group_size)
+def _wave(self: Dispatch, r: Rollout, weights: dict[int, float]) -> int: # trajectories
+    like_this = r.batch * sum(weights.values()) / weights[r.id] # B of all, if they were such rollouts as this one
+    return self.schedule.wave(r.batch, r.capacity, like_this, self.config.prompts_per_step * self.config.algorithm.group_size)
 
 @patch
 def _version(self: Dispatch, r: Rollout, s: Situation | None = None) -> int | None:
@@ -170,13 +172,13 @@ def _continue(self: Dispatch, r: Rollout, ids: list[int]) -> Continue:
 
 # %% ../../nbs/scheduling/08_dispatch.ipynb #593f5c85
 @patch
-def _refill(self: Dispatch, total: int) -> list[Command]:
+def _refill(self: Dispatch, weights: dict[int, float]) -> list[Command]:
     "New groups, and what is pending, for rollouts that have room at the version that they would take now"
     size, more, fresh, s = self.config.algorithm.group_size, defaultdict(list), self._fresh(), self.situation()
     if not fresh and not self.permits(): return []
     able = [r for r in self.fleet.rollouts.values() if r.running and r.kind == 'train' and not r.draining and r.newer is None
             and r.version == self._version(r, s)]
-    queue = [(r.seats / (limit := self._wave(r, total)), r.id, r.seats, limit) for r in able]
+    queue = [(r.seats / (limit := self._wave(r, weights)), r.id, r.seats, limit) for r in able]
     heapify(queue)
     while queue:
         _, i, taken, limit = heappop(queue)
@@ -186,3 +188,13 @@ def _refill(self: Dispatch, total: int) -> list[Command]:
         more[i] += fresh.pop(0) if fresh else self._admit()
         heappush(queue, ((taken + n) / limit, i, taken + n, limit))
     return [self._continue(self.fleet.rollouts[i], ids) for i, ids in more.items() if ids]
+
+# %% ../../nbs/scheduling/08_dispatch.ipynb #342c93dd
+@patch
+def wanted(self: Dispatch) -> int: # rollouts
+    "For how many more rollouts, if they were free, there is work"
+    weights, size = self.fleet.weights(), self.config.algorithm.group_size
+    if not weights: return 0
+    todo = self.permits() * size + sum(map(len, self.ledger.waiting.values()))
+    wave = sum(max(1, self._wave(self.fleet.rollouts[i], weights) // size) * size for i in weights) / len(weights) # of whole groups
+    return max(0, ceil(todo / wave) - len(self.fleet.free()))

@@ -21,9 +21,10 @@ class Evaluations:
     def __init__(self, ledger: Ledger, fleet: Fleet,
                  n: int, # held-out prompts
                  every: int, # steps between evaluations; 0 = only before the first and after the last
-                 steps: int # of the run
+                 steps: int, # of the run
+                 samples: int = 1 # answers to each prompt
                 ):
-        self.ledger, self.fleet, self.n, self.every, self.steps = ledger, fleet, n, every, steps
+        self.ledger, self.fleet, self.n, self.every, self.steps, self.samples = ledger, fleet, n, every, steps, samples
         self.rounds: dict[int, list[int]] = {} # groups by round
         for g in ledger.groups.values():
             if g.kind == 'eval': self.rounds.setdefault(g.round, []).append(g.id)
@@ -71,7 +72,7 @@ def begin(self: Evaluations) -> list[Command]:
 def _open(self: Evaluations, version: int) -> list[Command]:
     for r in [r for r, n in self.left.items() if not n]: self._forget(r)
     number, step = self.ledger.take('rounds'), self.ledger.versions[version].step
-    self.rounds[number] = [self.ledger.admit(i, 1, 'eval', step=step, version=version, round=number) for i in range(self.n)]
+    self.rounds[number] = [self.ledger.admit(i, self.samples, 'eval', step=step, version=version, round=number) for i in range(self.n)]
     self.left[number] = self.n
     return [Pin(version)]
 
@@ -108,7 +109,7 @@ def told(self: Evaluations, round: int) -> ReportEval:
     "The result of a round"
     rows = [self.ledger.rows[t] for g in self.rounds[round] for t in self.ledger.members[g]]
     return ReportEval(self.first(round).step, self.first(round).version,
-                      {r.id: r.reward if r.state == 'scored' else 0. for r in rows}, {r.id: r.length for r in rows})
+                      {r.id: r.reward if r.state == 'scored' else 0. for r in rows}, {r.id: r.length for r in rows}, {r.id: r.prompt for r in rows})
 
 @patch
 def again(self: Evaluations) -> list[Command]:

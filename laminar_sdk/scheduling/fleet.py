@@ -39,6 +39,9 @@ class Rollout:
     tokens_per_s: float = 0.
     kv_seen: float | None = None # at the last periodic look in this wave
     heard: bool = False # whether it has reported since that look
+    made: int = 0 # tokens since `fleet.measured`
+    answers: list[int] = field(default_factory=list) # that it ran since then, at each report
+    speed: float = 0. # tokens/s at B, measured; 0 = not yet known
 
     def __post_init__(self): self.batch = min(self.batch or self.capacity, self.capacity)
 
@@ -57,6 +60,7 @@ class Fleet:
         self.away: set[int] = set() # hosts whose relay has died: their rollouts pull from a neighbour's
         self.now, self._queue = math.inf, 0 # s; before the first `Tick` nobody is put off
         self.known_from = -math.inf # s; before, after a restart, who has not been heard of is not given up
+        self.measured = math.inf # s; since then tokens are counted
 
     def join(self, r: Rollout):
         self.rollouts[r.id] = r
@@ -135,6 +139,31 @@ def tick(self: Fleet, t: float, patience_s: float = 15. # for everybody to be he
     "It is t seconds"
     if self.known_from == math.inf: self.known_from = t + patience_s
     self.now = t
+    if t - self.measured >= 1. or self.measured == math.inf: self._measure(t)
 
 @patch
 def known(self: Fleet) -> bool: return self.known_from < math.inf and self.now >= self.known_from # whether who is there has been heard of
+
+# %% ../../nbs/scheduling/06_fleet.ipynb #6bab4786
+@patch
+def _measure(self: Fleet, t: float):
+    for r in self.rollouts.values():
+        if r.made and r.answers and self.measured < t:
+            n = max(1., sum(r.answers) / len(r.answers))
+            speed = r.made / (t - self.measured) * (r.batch + n) / (2 * n)
+            r.speed += (speed - r.speed) * (.1 if r.speed else 1.)
+        r.made, r.answers = 0, []
+    self.measured = t
+
+@patch
+def saw(self: Fleet, rollout: int, tokens: int, answers: int):
+    "So many new tokens, of so many answers that it runs"
+    if r := self.rollouts.get(rollout): r.made, r.answers = r.made + tokens, [*r.answers[-99:], answers]
+
+@patch
+def weights(self: Fleet) -> dict[int, float]:
+    "What part of the work each rollout takes: by speed; all the same where speeds differ by less than a quarter; by B until they are known"
+    alive = [r for r in self.rollouts.values() if not r.draining]
+    if not alive or not all(r.speed for r in alive): return {r.id: r.batch for r in alive}
+    fastest, slowest = max(r.speed for r in alive), min(r.speed for r in alive)
+    return {r.id: r.speed if fastest > 1.25 * slowest else 1. for r in alive}

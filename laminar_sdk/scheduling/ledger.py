@@ -163,8 +163,10 @@ def leave(self: Ledger, group: int,
     "A whole group leaves the system"
     for r in [self.rows[t] for t in self.living(group)]: self.move(r, state, reason=reason)
     row = self.groups[group]
-    self.move(row, state, reason=reason)
+    self.move(row, state, reason=reason, **({'step': self.next_step} if state == 'filtered' else {}))
     if self.final(row): self.retire(group)
+
+Ledger.next_step = property(lambda self: max(self.steps, default=self.trained_step) + 1) # to be sampled
 
 @patch
 def fail_group(self: Ledger, group: int, reason: str): self.leave(group, 'failed', reason)
@@ -266,6 +268,7 @@ def checkpoint(self: Ledger, step: int) -> list[int]: # trajectories whose data 
             gone += self.members[g]
             self.retire(g)
         del self.steps[s]
+    for s in [s for s in self.filtered if s <= self.horizon]: del self.filtered[s]
     self._forget_versions()
     return gone
 

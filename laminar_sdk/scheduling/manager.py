@@ -19,12 +19,14 @@ from .commands import Abort, Command, EndRun, Raise, Retire, Suspend, Switch, Te
 from .dispatch import Dispatch
 from .evaluation import Evaluations
 from .fleet import Fleet, Rollout
+from .intake import Intake
 from .ledger import Ledger
 from .moves import Moves
 from .outcomes import Outcomes
+from .wishes import Wishes
 
 # %% ../../nbs/scheduling/11_manager.ipynb #f387fa01
-class RolloutManager:
+class RolloutManager(Wishes):
     """Events in, commands out, and no other way to change it.
 
     Invariants, which `check` looks for:
@@ -36,25 +38,27 @@ class RolloutManager:
     """
 
     def __init__(self, config: RunConfig,
-                 n_prompts: int, # to train on
+                 n_prompts: int | dict[str, int], # to train on; by source, if there are several
                  n_eval: int = 0, # held out
                  ledger: Ledger | None = None, # of a run that goes on
                  keep_versions: int = 1 # versions that a relay keeps
                 ):
         self.config, self.fleet, self.ledger = config, Fleet(keep_versions), ledger or Ledger()
         self.ledger.keep = config.keep_checkpoints
-        self.evals = Evaluations(self.ledger, self.fleet, n_eval, config.eval.every, config.steps)
+        self.evals = Evaluations(self.ledger, self.fleet, n_eval, config.eval.every, config.steps, config.eval.samples)
         self.dispatch = Dispatch(config, self.ledger, self.fleet, self.evals, n_prompts)
-        self.moves = Moves(config, self.ledger, self.fleet)
-        self.outcomes = Outcomes(self.ledger, self.fleet, self.evals, self.moves, patience=3 * config.prompts_per_step)
-        self.batches = Batches(config, self.ledger, self.evals)
+        self.moves = Moves(config, self.ledger, self.fleet, self.dispatch.wanted)
+        intake = Intake(config, self.ledger, self.dispatch.cursor)
+        self.outcomes = Outcomes(self.ledger, self.fleet, self.evals, self.moves, intake, patience=3 * config.prompts_per_step)
+        self.batches = Batches(config, self.ledger, self.evals, self.dispatch.cursor.source)
         self.ended = '' # done | stopped | failed
+        self._recall()
 
     @property
     def paused(self) -> bool: return self.ledger.meta.get('paused', False)
 
 # %% ../../nbs/scheduling/11_manager.ipynb #6c3ab45b
-OBSERVATIONS = (ev.StepDone, ev.EvalDone, ev.Notice, ev.RunEnded, ev.PoolSeen, ev.Repacked, ev.RepackDone) # events that are meant for people
+OBSERVATIONS = (ev.StepDone, ev.EvalDone, ev.Notice, ev.RunEnded, ev.PoolSeen, ev.WorkSeen, ev.Repacked, ev.RepackDone) # events that are meant for people
 
 @patch
 def on(self: RolloutManager, event: ev.Event) -> list[Command]:
@@ -89,6 +93,7 @@ def on_rollout_joined(self: RolloutManager, e: ev.RolloutJoined) -> list[Command
     out = self._lose_rollout(e.rollout)
     r = Rollout(e.rollout, e.host, e.capacity, e.kv_tokens, e.batch, e.kv_max)
     r.draining = 'rollouts' in self.ledger.meta and e.rollout not in self.wanted
+    self._fit(r)
     self.fleet.join(r)
     return out
 
@@ -151,12 +156,6 @@ def _drain(self: RolloutManager, ids: list[int]) -> list[Command]:
             out.append(Abort(r.id, list(r.running))) # what it says last is parked, and joins the others
     return out
 
-@patch
-def on_repack_set(self: RolloutManager, e: ev.RepackSet) -> list[Command]:
-    self.moves.on, self.moves.every = e.on, e.every
-    self.ledger.set('repack', [e.on, e.every])
-    return []
-
 # %% ../../nbs/scheduling/11_manager.ipynb #cc005bad
 @patch
 def _newer(self: RolloutManager, r: Rollout) -> list[Command]:
@@ -176,11 +175,13 @@ def accepts(self: RolloutManager, rollout: int, trajectory: int, lease: int) -> 
 def on_progress(self: RolloutManager, e: ev.Progress) -> list[Command]:
     if r := self.fleet.rollouts.get(e.rollout):
         r.kv_used, r.engine_running, r.engine_waiting, r.load, r.tokens_per_s, r.heard = e.kv_used, e.running, e.waiting, e.load, e.tokens_per_s, True
-    out = []
+    out, new = [], 0
     for t, lease, n, finish in zip(e.trajectory, e.lease, e.tokens, e.finish):
         if not self.outcomes.runs(t, lease): continue
+        new += max(0, n - self.ledger.rows[t].length)
         if finish: out += self.outcomes.end(t, n, finish)
         else: self.ledger.rows[t].length = n
+    if new: self.fleet.saw(e.rollout, new, max(e.running, len(e.trajectory)))
     return out
 
 @patch
@@ -254,6 +255,7 @@ RolloutManager.barren = 0
 @patch
 def on_checkpoint_saved(self: RolloutManager, e: ev.CheckpointSaved) -> list[Command]:
     self.batches.saved(e.step)
+    if self.ledger.meta.get('checkpoint'): self.ledger.set('checkpoint', False)
     return []
 
 # %% ../../nbs/scheduling/11_manager.ipynb #c5d74e36
@@ -317,7 +319,7 @@ def staleness_of(self: RolloutManager, step: int) -> tuple[float, int] | None: #
     return (s.staleness_mean, s.staleness_max) if (s := self.ledger.steps.get(step)) else None
 
 @patch
-def batch_figures(self: RolloutManager, step: int) -> dict[str, list]: return self.batches.figures(step)
+def batch_figures(self: RolloutManager, step: int) -> dict[str, Any]: return self.batches.figures(step)
 @patch
 def cut(self: RolloutManager, step: int) -> dict[str, Any]: return self.batches.cut(step, self.dispatch.cursor.state())
 
@@ -330,7 +332,8 @@ def status(self: RolloutManager) -> dict[str, Any]:
                 counts={k: b.counts(k) for k in ('train', 'eval')}, stale_reports=b.stale_reports, stale_answers=self.outcomes.stale_answers,
                 paused=self.paused, ended=self.ended, actor_waits=self.batches.asked is not None,
                 evaluations=dict(open=len(self.evals.open), due=len(self.evals.due)), schedule=self.dispatch.schedule.name,
-                repack=dict(on=self.moves.on and self.dispatch.schedule.repacks, every=self.moves.every, **self.moves.figures()),
+                repack=dict(on=self.moves.on and self.dispatch.schedule.repacks, every=self.moves.every, batch=self.batch, kv_max=self.kv_max, **self.moves.figures()),
+                lr=b.meta.get('lr', self.config.algorithm.lr), max_staleness=self.config.max_staleness,
                 rollouts=self._rollouts())
 
 @patch
@@ -376,6 +379,7 @@ def _check_groups(self: RolloutManager):
     n = self.dispatch.groups()
     if n['in_flight'] > self.config.groups_bound: yield f"{n['in_flight']} groups in flight, the bound is {self.config.groups_bound}"
     if sum(n.values()) > self.config.steps * self.config.prompts_per_step: yield f'more groups were admitted than will be trained: {n}'
+    if self.outcomes.intake.spare < 0: yield f'{-self.outcomes.intake.spare} groups too many were set aside for step {self.ledger.next_step}'
     for g in self.ledger.groups.values():
         if g.state == 'open' and self.ledger.ended(g.id): yield f'all members of group {g.id} have ended, but it is open'
     for number, groups in self.evals.rounds.items():

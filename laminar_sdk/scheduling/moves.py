@@ -8,7 +8,7 @@ __all__ = ['Move', 'Tally', 'Moves', 'seat']
 # %% ../../nbs/scheduling/15_moves.ipynb #41d04ccc
 from collections import defaultdict
 from dataclasses import dataclass
-from math import ceil
+from typing import Callable
 
 from fastcore.basics import patch
 
@@ -18,7 +18,6 @@ from .commands import Abort, Command, Continue, Placement, Tell
 from .fleet import Fleet
 from .ledger import Ledger, TrajectoryRow
 from .repack import Look, Shift, idle, plan
-from .schedules import Situation, paced, schedule_for
 
 # %% ../../nbs/scheduling/15_moves.ipynb #e3440c65
 @dataclass
@@ -42,35 +41,16 @@ class Moves:
     "Looks, plans, and everything that is on its way"
 
     def __init__(self, config: RunConfig, ledger: Ledger, fleet: Fleet,
+                 wanted: Callable[[], int], # for how many more rollouts, if they were free, there is work
                  patience_s: float = 5. # how long a source may take for its last words
                 ):
-        self.config, self.ledger, self.fleet, self.patience_s = config, ledger, fleet, patience_s
-        self.on, self.every = ledger.meta.get('repack', [config.repack.on, config.repack.every])
+        self.config, self.ledger, self.fleet, self.wanted, self.patience_s = config, ledger, fleet, wanted, patience_s
+        self.on, self.every = ledger.meta.get('repack', [config.repack.on, config.repack.every])[:2]
         self.under_way: dict[int, Move] = {}
         self.plans: dict[int, Tally] = {}
         self.arrivals: dict[int, list[Placement]] = defaultdict(list) # by destination, to be told at the end of this event
         self.looked, self.made, self.seen = -1e9, 0, [0, 0] # time of the last periodic look; plans; looks with candidates, and with two of one version
         self.in_vain = 0 # looks with two of one version, but no work for whoever would be free
-
-# %% ../../nbs/scheduling/15_moves.ipynb #8d75473d
-@patch
-def wanted(self: Moves) -> int: # rollouts
-    "For how many more rollouts, if they were free, there is work"
-    alive = [r for r in self.fleet.rollouts.values() if not r.draining]
-    if not alive: return 0
-    c, size, s = self.config, self.config.algorithm.group_size, self._situation()
-    inside = s.in_flight + len(self.ledger.buffer)
-    groups = min(c.groups_bound - inside, c.steps * s.size - s.admitted, paced(s, c.max_staleness))
-    todo = max(0, groups) * size + sum(map(len, self.ledger.waiting.values()))
-    total, schedule = sum(r.batch for r in alive), schedule_for(c)
-    wave = sum(max(1, schedule.wave(r.batch, r.capacity, total, s.size * size) // size) * size for r in alive) / len(alive) # of whole groups
-    return max(0, ceil(todo / wave) - len(self.fleet.free()))
-
-@patch
-def _situation(self: Moves) -> Situation:
-    count, b = self.ledger.count_groups, self.ledger
-    flying = count('train', 'open', 'closed')
-    return Situation(flying + len(b.buffer) + count('train', 'sampled', 'trained'), flying, b.trained_step, self.config.prompts_per_step)
 
 # %% ../../nbs/scheduling/15_moves.ipynb #e497e677
 @patch

@@ -14,6 +14,7 @@ from ..core.events import GroupScored
 from .commands import Command, Forget, ScoreGroup
 from .evaluation import Evaluations
 from .fleet import Fleet
+from .intake import Intake
 from .ledger import Ledger
 from .moves import Moves
 
@@ -23,10 +24,10 @@ MAX_LOSSES = 20 # dead rollouts in a trajectory's company, after which it is giv
 class Outcomes:
     "What becomes of trajectories and groups once they run"
 
-    def __init__(self, ledger: Ledger, fleet: Fleet, evals: Evaluations, moves: Moves,
+    def __init__(self, ledger: Ledger, fleet: Fleet, evals: Evaluations, moves: Moves, intake: Intake,
                  patience: int # groups that may fail in a row
                 ):
-        self.ledger, self.fleet, self.evals, self.moves, self.patience = ledger, fleet, evals, moves, patience
+        self.ledger, self.fleet, self.evals, self.moves, self.intake, self.patience = ledger, fleet, evals, moves, intake, patience
         self.failures = 0 # groups in a row
         self.hopeless = '' # why nothing will ever succeed
         self.stale_answers = 0
@@ -115,8 +116,9 @@ def fail(self: Outcomes, trajectory: int, reason: str) -> list[Command]:
 def _close(self: Outcomes, group: int) -> list[Command]:
     "Score a group once its last member has ended"
     if not self.ledger.ended(group): return []
-    if not self.ledger.living(group): return self._give_up(group, self.ledger.rows[self.ledger.members[group][-1]].reason)
-    ids = self.ledger.close(group)
+    if not (ids := self.ledger.living(group)): return self._give_up(group, self.ledger.rows[self.ledger.members[group][-1]].reason)
+    if why := self.intake.lacks(group): return [Forget(ids), *self._give_up(group, why, 'dropped')]
+    self.ledger.close(group)
     return [ScoreGroup(group, ids, [self.ledger.rows[t].lease for t in ids])]
 
 # %% ../../nbs/scheduling/09_outcomes.ipynb #1d392833
@@ -129,8 +131,11 @@ def scored(self: Outcomes, e: GroupScored) -> list[Command]:
         return []
     for t in self.ledger.living(e.group): self._reward(t, e)
     if not self.ledger.living(e.group): return self._give_up(e.group, e.error or 'no member got a reward')
-    self.ledger.complete(e.group)
-    if group.kind == 'eval': return self.evals.ended(group)
+    if why := self.intake.lacks(e.group): return self._give_up(e.group, why, 'dropped')
+    if group.kind == 'eval':
+        self.ledger.complete(e.group)
+        return self.evals.ended(group)
+    self.intake.take(e.group)
     self.failures = 0
     return []
 
@@ -143,10 +148,12 @@ def _reward(self: Outcomes, trajectory: int, e: GroupScored):
 
 # %% ../../nbs/scheduling/09_outcomes.ipynb #a88788ff
 @patch
-def _give_up(self: Outcomes, group: int, reason: str) -> list[Command]:
-    "No member could be used; another prompt takes its place, unless this goes on and on"
+def _give_up(self: Outcomes, group: int, reason: str,
+             state: str = 'failed' # or `dropped`
+            ) -> list[Command]:
+    "No member could be used, or too few; another prompt takes its place, unless this goes on and on"
     row = self.ledger.groups[group]
-    self.ledger.fail_group(group, reason)
+    self.ledger.leave(group, state, reason)
     if row.kind == 'eval': return self.evals.ended(row)
     self.failures += 1
     if self.failures >= self.patience: self.hopeless = f'{self.failures} groups in a row failed; the last one: {reason}'

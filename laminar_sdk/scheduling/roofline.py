@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['GPUS', 'SHAPES', 'Line', 'GPU', 'Shape', 'named', 'Cost', 'Constant', 'Roofline', 'knee', 'kv_knee', 'knee_of',
-           'train_s', 'chain_s']
+           'kv_knee_of', 'train_s', 'chain_s']
 
 # %% ../../nbs/scheduling/14_roofline.ipynb #41e4d5ce
 import math
@@ -183,6 +183,17 @@ def knee_of(measured: list[tuple[int, float]] # (batch, seconds of a step), two 
     a = y - b * x
     if b <= 0: return max(sizes) # a larger batch costs nothing yet
     return max(min(sizes), min(max(sizes), round(a / b)))
+
+# %% ../../nbs/scheduling/14_roofline.ipynb #7b7a8b2d
+def kv_knee_of(alone_s: float, # a step of one trajectory, with next to nothing in the cache
+               little: tuple[float, float], much: tuple[float, float], # (tokens in the cache, seconds of a step) of one batch size
+               kv_tokens: int, # size of the cache
+               slower: float = 2. # a step, against one with an empty cache
+              ) -> float: # share of the cache
+    "C_max of an engine that was measured"
+    if much[0] <= little[0] or kv_tokens < 1: raise ConfigError(f'a knee of the cache from {little[0]:g} and {much[0]:g} tokens, of {kv_tokens}', 'measure with little in it, then with more')
+    per_token = (much[1] - little[1]) / (much[0] - little[0])
+    return 1. if per_token <= 0 else min(1., (slower - 1) * alone_s / per_token / kv_tokens) # 1: reading costs nothing that could be seen
 
 # %% ../../nbs/scheduling/14_roofline.ipynb #ad1544cf
 def train_s(model: Shape | str, gpu: GPU | str, gpus: int, tokens: float, # prompts and responses

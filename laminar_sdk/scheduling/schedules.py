@@ -6,7 +6,8 @@
 __all__ = ['SCHEDULES', 'Situation', 'Laminar', 'Lockstep', 'Mixing', 'schedule_for', 'paced', 'in_time']
 
 # %% ../../nbs/scheduling/05_schedules.ipynb #faf2d206
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from math import ceil
 
 from ..core.config import RunConfig
@@ -33,10 +34,12 @@ class Laminar:
     newer: str = 'finish' # what a rollout does when a newer version arrives: finish | interrupt | switch
     together: bool = False # whether it asks at which versions others generate
     repacks: bool = True
+    early: bool = False # whether the actor begins with a step's groups as they finish
+    most: int | None = None # groups in flight; None = no bound of its own
 
     def admits(self, s: Situation) -> int: # groups
         "How many more groups the schedule allows, apart from the run's bound"
-        return 1 << 30
+        return 1 << 30 if self.most is None else max(0, self.most - s.in_flight)
 
     def version(self,
                 ready: list[int], # versions that the relay on the rollout's host holds
@@ -71,7 +74,7 @@ class Lockstep(Laminar):
         if self.barrier:
             begun = ceil(s.admitted / s.size) * s.size # whole batches
             limit = min(limit, begun + s.size if s.admitted == begun and not s.in_flight else begun)
-        return max(0, limit - s.admitted)
+        return max(0, min(limit - s.admitted, super().admits(s)))
 
     def version(self, ready: list[int], held: int | None, s: Situation) -> int | None:
         oldest = s.generating[0] if s.generating else s.newest
@@ -94,14 +97,14 @@ class Mixing(Laminar):
     def wave(self, batch: int, capacity: int, total: int, step: int) -> int: return capacity
 
 # %% ../../nbs/scheduling/05_schedules.ipynb #d17805c3
-SCHEDULES = {s.name: s for s in (Laminar(), Lockstep(), Lockstep('one_step', ahead=1), Lockstep('stream', ahead=1, barrier=False),
+SCHEDULES = {s.name: s for s in (Laminar(), Lockstep(), Lockstep('one_step', ahead=1), Lockstep('stream', ahead=1, barrier=False, early=True),
                                  Mixing(), Mixing('inflight', newer='switch'))}
 
 def schedule_for(config: RunConfig) -> Laminar:
     "The schedule that a run's config names"
     if config.colocated and config.schedule != 'sync':
         raise ConfigError(f"RunConfig.colocated with schedule {config.schedule!r}: rollouts would be suspended while they have work", "use schedule='sync'")
-    return SCHEDULES[config.schedule]
+    return replace(SCHEDULES[config.schedule], most=config.max_in_flight)
 
 # %% ../../nbs/scheduling/05_schedules.ipynb #e92db714
 def paced(s: Situation, k: int | None) -> int:
@@ -113,6 +116,9 @@ def in_time(slack: list[int], # of every group that is not trained: publishes th
             size: int # groups that a step consumes
            ) -> bool:
     "Whether all others can still be trained in time after this batch"
-    left = sorted(slack)
-    for c in chosen: left.remove(c)
-    return all(i < s * size for i, s in enumerate(left))
+    left, so_far = Counter(slack), 0
+    left.subtract(chosen)
+    for s in sorted(left):
+        so_far += left[s]
+        if left[s] and so_far > s * size: return False
+    return True

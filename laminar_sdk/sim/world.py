@@ -42,7 +42,8 @@ class Setup:
     prompt: int = 256 # tokens
     group: int = 16 # samples of a prompt
     trajectories: int = 512 # of a step
-    in_flight: float = 2. # bound at admission: in flight and buffered, in steps
+    in_flight: float = 2. # bound on what is generated at a time, in steps
+    admitted: float = 2. # bound at admission, in flight and buffered, in steps
     max_staleness: int | None = 4
     concurrency: int = 1024 # trajectories that a rollout's engine runs at once
     warmup: int = 5 # steps that are not counted
@@ -70,9 +71,10 @@ class Setup:
 
     def config(self) -> RunConfig:
         "What the manager is told"
-        return RunConfig(name='sim', model=self.model, steps=self.warmup + self.steps + 4 * math.ceil(self.in_flight + 1), prompts_per_step=self.prompts,
+        return RunConfig(name='sim', model=self.model, steps=self.warmup + self.steps + 4 * math.ceil(self.admitted + 1), prompts_per_step=self.prompts,
                          algorithm=GRPO(group_size=self.group), schedule=self.schedule, colocated=self.colocated, max_staleness=self.max_staleness,
-                         max_groups=max(self.prompts, round(self.in_flight * self.prompts)), repack=Repack(on=self.repack, every=self.every),
+                         max_groups=max(self.prompts, round(self.admitted * self.prompts)), max_in_flight=max(1, round(self.in_flight * self.prompts)),
+                         repack=Repack(on=self.repack, every=self.every),
                          replicas=self.rollouts, checkpoint_every=1, seed=self.seed)
 
     def told(self) -> dict:
@@ -113,6 +115,7 @@ class World:
         self.hosts = sorted({r.host for r in self.rollouts.values()})
         self.born, self.latencies, self.said = {}, [], Counter() # when a trajectory was placed first; seconds from then to its end; commands
         self.trained, self.samples, self.pulls, self.actor_busy = [(0., 0)], [], [], 0. # (time, tokens) of each step; looks; seconds; seconds
+        self.actor_until, self.begun = 0., set() # how long the actor has to do with the groups that it was shown early
         self.moved, self.released, self.marks, self.stale = 0, 0, {}, {} # marks: the counters when counting began; staleness of each step
         batch, kv_max = min(s.concurrency, s.batch or probed(s)), s.kv_max or kv_knee(s.engine)
         for r in self.rollouts.values(): self.feed(ev.RolloutJoined(r.id, r.host, s.concurrency, -1, r.decoder.room * 16, batch, kv_max))
@@ -261,9 +264,27 @@ def do_GiveBatch(self: World, c: cm.GiveBatch):
     s, rows = self.setup, self.manager.ledger.rows
     self.stale[c.step] = self.manager.staleness_of(c.step)
     tokens = sum(s.prompt + rows[t].length for group in c.trajectories for t in group)
-    seconds = train_s(s.model, s.gpu, s.actor_gpus, tokens, s.mfu) + 2 * s.swap_s * s.colocated
+    fits = self.begun <= set(c.groups) # else what was added up is thrown away
+    rest = [group for g, group in zip(c.groups, c.trajectories) if not (fits and g in self.begun)]
+    seconds = self.learn(rest) + 2 * s.swap_s * s.colocated
     self.actor_busy += seconds
-    self.after(seconds, self.trained_step, c.step, tokens)
+    waits = max(0., self.actor_until - self.t) if fits else 0.
+    self.begun = set()
+    self.after(waits + seconds, self.trained_step, c.step, tokens)
+
+@patch
+def learn(self: World, trajectories: list[list[int]]) -> float: # s
+    "How long the actor takes for these groups"
+    s, rows = self.setup, self.manager.ledger.rows
+    return train_s(s.model, s.gpu, s.actor_gpus, sum(s.prompt + rows[t].length for group in trajectories for t in group), s.mfu)
+
+@patch
+def do_GiveEarly(self: World, c: cm.GiveEarly):
+    "It begins with these, when it has done what it was shown before"
+    self.begun |= set(c.groups)
+    seconds = self.learn(c.trajectories)
+    self.actor_busy += seconds
+    self.actor_until = max(self.t, self.actor_until) + seconds
 
 @patch
 def trained_step(self: World, step: int, tokens: int):

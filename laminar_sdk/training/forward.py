@@ -27,11 +27,22 @@ class ResponseHead:
         try: return self.model(**inputs)
         finally: self.select = None # others may use the model too, for instance to generate
 
+    def _made(self, select, states, **inputs):
+        "Logits of what `select` lets through, or what it lets through itself"
+        if not states: return self._run(select, **inputs).logits
+        kept = []
+        def only(h):
+            kept.append(select(h))
+            return h[:, :0] # no logits
+        self._run(only, **inputs)
+        return kept[0]
+
     def __call__(self,
                  input_ids: Tensor, # [B, T], padded at the right
-                 index_N: Tensor # positions in the flattened [B·T]
-                ) -> Tensor: # logits [N, V]
-        return self._run(lambda h: h.flatten(0, 1).index_select(0, index_N), input_ids=input_ids, use_cache=False).logits
+                 index_N: Tensor, # positions in the flattened [B·T]
+                 states: bool = False # stop in front of the head
+                ) -> Tensor: # logits [N, V]; or hidden states [N, H]
+        return self._made(lambda h: h.flatten(0, 1).index_select(0, index_N), states, input_ids=input_ids, use_cache=False)
 
 # %% ../../nbs/training/00c_forward.ipynb #167d1992
 @dataclass
@@ -72,15 +83,16 @@ def proceed(self: ResponseHead,
             prefix: Prefix,
             slot_B: Tensor, # the prompt of each row
             input_ids: Tensor, # [B, T] responses without their last token, padded at the right
-            index_N: Tensor # response tokens whose logits are wanted, in the flattened [B·(T + 1)]
-           ) -> Tensor: # logits [N, V]
+            index_N: Tensor, # response tokens whose logits are wanted, in the flattened [B·(T + 1)]
+            states: bool = False # stop in front of the head
+           ) -> Tensor: # logits [N, V]; or hidden states [N, H]
     "Logits of response tokens behind their prompts"
     n, (B, T), length_B = prefix.outputs[1].shape[2], input_ids.shape, prefix.lengths_G[slot_B]
     seen = torch.arange(n + T, device=input_ids.device)
     mask = (seen < length_B[:, None]) | (seen >= n) # not the padding behind a shorter prompt
     def select(h): return torch.cat([prefix.leaves[0][slot_B][:, None], h], 1).flatten(0, 1).index_select(0, index_N)
-    return self._run(select, input_ids=input_ids, attention_mask=mask.long(), position_ids=length_B[:, None] + seen[:T],
-                     past_key_values=prefix.cache(slot_B), use_cache=True).logits
+    return self._made(select, states, input_ids=input_ids, attention_mask=mask.long(), position_ids=length_B[:, None] + seen[:T],
+                      past_key_values=prefix.cache(slot_B), use_cache=True)
 
 ResponseHead.read, ResponseHead.proceed = read, proceed
 
