@@ -75,8 +75,9 @@ def rollout(c: Any, i: int) -> Child:
         if c.manager is not None: await c.feed(ev.RolloutLost(i, reason))
     environment = (packed := packed_in(c.dir.functions)) and packed.spec
     host, sampling = c.host_of(i), {'train': c.config.sampling, 'eval': c.config.eval.sampling}
-    args = (i, host, c.config.model, c.plan.engine, c.config.max_model_len, c.config.seed)
-    child = Child('rollout', i, RolloutShell, args, up, down, host=c.plan.hosts[host].options(num_gpus=c.plan.engine.get('gpus', 0)))
+    engine = c.plan.engine(i)
+    args = (i, host, c.config.model, engine, c.config.max_model_len, c.config.seed)
+    child = Child('rollout', i, RolloutShell, args, up, down, host=c.plan.hosts[host].options(num_gpus=engine.get('gpus', 0)))
     if c.plan.pool: child.family, child.farewell = c.plan.pool, lambda handle: handle.give_back.remote(c.plan.launch)
     return child
 

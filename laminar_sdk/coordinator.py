@@ -103,7 +103,7 @@ async def _raise(self: Coordinator):
 def _wanted(self: Coordinator) -> list[int]:
     "The rollouts of this run: as many as were asked for, or what has become of them"
     scaled = [json.loads(m.value) for m in self.journal.rows(MetaRow) if m.key == 'rollouts']
-    return scaled[0] if scaled else list(range(len(self.plan.rollout_hosts)))
+    return scaled[0] if scaled else self.config.rollouts
 
 @patch
 async def _handed_over(self: Coordinator) -> bool:
@@ -335,7 +335,9 @@ async def stop(self: Coordinator, reason: str = 'stop'):
 async def evaluate(self: Coordinator): await self._control(ev.EvalAsked(), '', 'an evaluation is asked for')
 
 @patch
-async def scale(self: Coordinator, rollouts: int): await self._control(ev.ScaleAsked(rollouts), '', f'{rollouts} rollouts are wanted')
+async def scale(self: Coordinator, rollouts: int, kind: int = 0):
+    name = self.plan.engines[kind].get('name', '')
+    await self._control(ev.ScaleAsked(rollouts, kind), '', f'{rollouts} rollouts {f"of the kind {name!r} " if name else ""}are wanted')
 @patch
 async def drain(self: Coordinator, rollout: int): await self._control(ev.DrainAsked(rollout), '', f'rollout/{rollout} drains')
 @patch

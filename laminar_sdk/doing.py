@@ -44,8 +44,8 @@ class ToRollouts:
         return self.tier.where(self.host_of(c.rollout), c.version)
 
     def host_of(self, rollout: int) -> int:
-        "The host of a rollout; those that were added later take turns"
-        return self.plan.rollout_hosts[rollout % len(self.plan.rollout_hosts)]
+        "The host of a rollout"
+        return self.plan.host(rollout)
 
     def _do_StartWave(self, c): self.lanes.tell(c.rollout, 'wave', c.wave, c.version, self._from(c), placements=c.placements)
     def _do_Continue(self, c): self.lanes.tell(c.rollout, 'more', c.wave, c.version, placements=c.placements)

@@ -17,10 +17,10 @@ def living(pool: RolloutPool) -> dict[int, Any]: # handle by index
     "The rollouts of a kept pool that are there now"
     if not pool.keep: return {}
     pool.cluster.connect()
-    there = {i: find(actor_name(pool.family, 'rollout', i)) for i in range(pool.replicas)}
+    there = {i: find(actor_name(pool.family, 'rollout', i)) for i in pool.rollouts}
     return {i: handle for i, handle in there.items() if handle is not None}
 
-def placed(pool: RolloutPool, actor_gpus: int = 0) -> list[int]: # host of each rollout
+def placed(pool: RolloutPool, actor_gpus: int = 0) -> dict[int, int]: # host of each rollout
     "Where each rollout is, or will be"
     import ray
     placed = pool.place(actor_gpus)
@@ -46,10 +46,10 @@ def start(pool: RolloutPool,
     there, hosts = living(pool), pool.cluster.hosts
     placed, new = pool.place(int(hosts[0].gpus >= 1)), []
     try:
-        for i in range(pool.replicas):
+        for i in pool.rollouts:
             if i not in there: new.append(name := actor_name(pool.family, 'rollout', i))
-            args = (i, placed[i], pool.model, pool.engine, pool.max_model_len, 0)
-            if i not in there: there[i] = spawn(RolloutShell, *args, name=name, host=hosts[placed[i]].options(num_gpus=pool.engine['gpus']))
+            args = (i, placed[i], pool.model, pool.engine(i), pool.max_model_len, 0)
+            if i not in there: there[i] = spawn(RolloutShell, *args, name=name, host=hosts[placed[i]].options(num_gpus=pool.engine(i)['gpus']))
         for i, handle in sorted(there.items()):
             seconds = ray.get(handle.start.remote())['seconds']
             if show: print(f'rollout/{i} is up; it took {seconds:.0f} s')

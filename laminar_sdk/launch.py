@@ -141,7 +141,7 @@ def plan(self: Launch, files: dict[str, bytes]) -> Plan:
     here = trainer.cluster.mine # a cluster on this machine: `runs/` of this folder; elsewhere the head's home
     folder = self.run_dir or (Path('runs').absolute() if here else Path('~/laminar/runs'))/self.config.name
     functions = dict(rewards=fingerprint(self.rewards)) | ({} if self.environment is None else dict(environment=environment_fingerprint(self.environment)))
-    return Plan(config=self.config, run_dir=str(folder), hosts=hosts, engine=pool.engine,
+    return Plan(config=self.config, run_dir=str(folder), hosts=hosts, engines=pool.engines,
                 rollout_hosts=placed(pool, trainer.gpus), pool=pool.family, actor=dict(threads=trainer.threads, gpus=trainer.gpus),
                 keep_versions=trainer.relays.keep, keyframe_every=trainer.relays.keyframe_every, transport=trainer.relays.transport,
                 secret=secrets.token_bytes(32), launch=secrets.token_hex(8), resume=self.resume,
@@ -181,8 +181,8 @@ def relaunch(cluster: Any, # `Cluster`
     if ended(Path(path)) == 'done': raise RunError(f'the run in {path} is done: {config.steps} steps are trained', 'start a new one with trainer.fit')
     cluster.connect()
     if find(actor_name(config.name, 'coordinator')) is not None: raise RunError(f'a run named {config.name!r} is alive', 'stop it first')
-    placed = place(cluster.hosts, config.replicas, there['engine'].get('gpus', 0), there['actor'].get('gpus', 0))
-    plan = Plan(config, str(Path(path).absolute()), cluster.hosts, there['engine'], placed, actor=there['actor'],
+    placed = place(cluster.hosts, there['engines'], config.rollouts, there['actor'].get('gpus', 0))
+    plan = Plan(config, str(Path(path).absolute()), cluster.hosts, there['engines'], placed, actor=there['actor'],
                 keep_versions=there['keep_versions'], keyframe_every=there.get('keyframe_every', 50), transport=there.get('transport', 'tcp'),
                 secret=secrets.token_bytes(32), launch=secrets.token_hex(8), files=there['files'])
     coordinator = raise_coordinator(plan)

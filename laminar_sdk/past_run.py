@@ -104,7 +104,7 @@ class PastRun(Readable):
               ) -> Path:
         "One self-contained HTML file"
         from laminar_sdk.notebook.report import write_report
-        return write_report(self.dir.path, self.events(), out or self.dir.report)
+        return write_report(self.dir.path, self.events(), out or self.dir.report, self)
 
 # %% ../nbs/06a_past_run.ipynb #372f5a43
 def as_frame(records: list[ev.Record]): # a pandas DataFrame

@@ -22,8 +22,8 @@ class Plan:
     config: RunConfig
     run_dir: str # on the head's local disk
     hosts: list[Any] # `cluster.Host`
-    engine: dict[str, Any] # for `rollout_pool.make_engine`
-    rollout_hosts: list[int] # host of each rollout
+    engines: list[dict[str, Any]] # for `rollout_pool.make_engine`: one, or of a mixed pool one for each kind
+    rollout_hosts: dict[int, int] # host of each rollout, by its id
     pool: str = '' # the kept pool whose rollouts the run borrows; '' = it has its own
     actor_host: int = 0
     actor: dict[str, Any] = field(default_factory=dict) # keyword arguments of `ActorWorker`
@@ -36,6 +36,16 @@ class Plan:
     files: dict[str, str] = field(default_factory=dict) # hashes of the prompts, by path
     trust_s: float = 60. # silence after which a rollout counts as hung
     linger_s: float = 600. # how long a finished run stays, for questions; afterwards its directory answers
+
+    def engine(self, rollout: int) -> dict[str, Any]:
+        "What a rollout runs on: the kinds take turns in the ids"
+        return self.engines[rollout % len(self.engines)]
+
+    def host(self, rollout: int) -> int:
+        "Where a rollout lives; those that are added later go where others of their kind are, in turn"
+        k, kinds = rollout % len(self.engines), len(self.engines)
+        mine = [h for i, h in sorted(self.rollout_hosts.items()) if i % kinds == k]
+        return self.rollout_hosts.get(rollout, mine[rollout // kinds % len(mine)])
 
 # %% ../nbs/22_pipeline.ipynb #48b8ac13
 class Pipeline:

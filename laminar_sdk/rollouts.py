@@ -25,11 +25,14 @@ class Rollouts:
         body = ''.join('<tr>' + ''.join(f'<td>{escape(str(c))}</td>' for c in row) + '</tr>' for row in cells)
         return f'<b>{len(rows)} rollouts</b> of {escape(self.run.name)}<table><tr><th></th><th>host</th><th>version</th><th>trajectories</th><th>KV cache</th><th>does</th></tr>{body}</table>'
 
-    def scale(self, n: int # rollouts; 0 = none
+    def scale(self, n: int, # rollouts; 0 = none
+              kind: str = '' # of engine, by its name, where the pool has several
              ):
         "So many rollouts from now on: new ones are raised, the newest are drained"
         if not isinstance(n, int) or n < 0: raise ConfigError(f'scale({n!r})', 'give a whole number of rollouts, 0 or more')
-        self.run._ask('scale', n)
+        names = [e['name'] for e in self.run._ask('description')['engines']]
+        if kind not in names and (kind or len(names) > 1): raise ConfigError(f'scale({n}, kind={kind!r}): the kinds of this pool are {names}', f'say which: scale({n}, kind={names[0]!r})')
+        self.run._ask('scale', n, names.index(kind) if kind else 0)
 
     def drain(self, rollout: int):
         "No new work for it; it ends when nothing is left"

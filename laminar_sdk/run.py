@@ -357,9 +357,9 @@ def load(cls: Run, path: str): # a `PastRun`
 @patch
 def report(self: Run, out: str = 'report.html') -> Path:
     "One self-contained HTML file, written here"
-    from laminar_sdk.notebook.report import html
+    from laminar_sdk.notebook.report import answers, html
     config = self._ask('description')
-    Path(out).write_text(html(self.name, config, self.events(max_items=1_000_000)))
+    Path(out).write_text(html(self.name, config, self.events(max_items=1_000_000), *answers(self)))
     return Path(out)
 
 def _unpack(blob: bytes, # a tar file

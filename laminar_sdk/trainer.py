@@ -65,10 +65,12 @@ class ActorShell(Shell):
         from laminar_sdk.training.actor import ActorWorker
         options = {k: v for k, v in self.options.items() if k != 'gpus'}
         return ActorWorker(self.config.model, algorithm=self.config.algorithm, publish_dtype=self.config.publish_dtype,
-                           temperature=self.config.sampling.temperature, seed=self.config.seed, **options)
+                           temperature=self.config.sampling.temperature, max_tokens=self.config.sampling.max_tokens, steps=self.config.steps,
+                           seed=self.config.seed, **options)
 
     async def _load(self, checkpoints: Path) -> str:
         self.checkpoints, self.worker = checkpoints, await self.warming
+        self.worker.faults = checkpoints.parent/'faults' # of the run's directory
         return await asyncio.to_thread(self._catch_up)
 
     def _catch_up(self) -> str: # notes
@@ -98,7 +100,7 @@ async def _loop(self: ActorShell):
         trajectories = await self.data.ask('fetch', [t for group in batch['trajectories'] for t in group])
         waited = time.perf_counter() - t
         async with self.lock:
-            metrics = await asyncio.to_thread(self.worker.step, trajectories)
+            metrics = await asyncio.to_thread(self.worker.step, trajectories, batch['step'])
             self.step = batch['step']
             version, published = await self._publish_somewhere()
         await self.coordinator.ask('step_done', self.incarnation, self.step, version, metrics | published | {'wait_s': waited})
@@ -204,7 +206,7 @@ def fit(self: Trainer,
                        sampling=for_training(sampling), schedule=schedule, max_staleness=max_staleness, max_groups=max_groups, max_in_flight=max_in_flight,
                        colocated=colocated, repack=pool.repack or Repack(),
                        buffer=buffer or Buffer(), mixture=_bare(as_mixture(prompts), prompts={}), eval=_bare(eval or Eval(), prompts=None), checkpoint_every=checkpoint, publish_dtype=self.relays.publish_dtype,
-                       environment=spec.name if spec else '', replicas=pool.replicas, max_model_len=pool.max_model_len, seed=seed)
+                       environment=spec.name if spec else '', replicas=pool.replicas, kinds=pool.kinds, max_model_len=pool.max_model_len, seed=seed)
     if pool.model != self.model: raise ConfigError(f'the pool serves {pool.model!r}, the trainer trains {self.model!r}', 'pass the same model to both')
     return Launch(self, pool, config, rewards, prompts, eval and eval.prompts, template, list(ship), resume, run_dir, environment).start()
 

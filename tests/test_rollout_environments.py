@@ -153,6 +153,26 @@ def test_an_environment_that_cannot_be_sent_and_one_that_cannot_be_loaded():
     with_pool(Missing(), story)
 
 
+@pytest.mark.parametrize('proved', [True, False])
+def test_starts_that_are_killed_say_nothing_against_an_environment_that_was_loaded_before(proved):
+    async def story(pool):
+        if proved:
+            assert (await pool.open(1, {}, 0)).text == '0'
+            kill(pool)
+            await asyncio.sleep(.2)
+        killed, born = [], pool._born
+        def hunted(alone):
+            process = born(alone)
+            if len(killed) < 5:
+                killed.append(process.pid)
+                os.kill(process.pid, signal.SIGKILL)
+            return process
+        pool._born = hunted
+        reply = await pool.open(2, {}, 0)
+        assert (reply.text, reply.failed, len(killed)) == (('0', '', 5) if proved else ('', 'env_lost', 3)) and ('SIGKILL' in reply.error) != proved
+    with_pool(Counts(), story, workers=1)
+
+
 def test_children_die_with_the_pool():
     code = '''
 import asyncio

@@ -66,6 +66,31 @@ def test_more_and_fewer_rollouts_and_nothing_is_lost(cluster, model, tmp_path):
     assert run.audit() == [] and run.counts()['train']['failed'] == run.counts()['train']['dropped'] == 0
 
 
+def test_a_pool_of_two_kinds_each_scaled_by_itself(cluster, model, tmp_path):
+    "Two small slow engines and one large fast one: each measures its own B, the fast one does most of the work, and each kind grows, shrinks to nothing and comes back"
+    from laminar_sdk.rollout_pool import Replicas
+    kinds = [Replicas(2, name='small', max_running=4, step_s=.04, kv_tokens=400), Replicas(1, name='large', max_running=16, step_s=.01, kv_tokens=5000)]
+    run = start(cluster, model, tmp_path, 'mixed', steps=100_000, n=8, replicas=kinds, repack=Repack(every=.3))
+    there = lambda: {i: r['batch'] for i, r in run.status()['manager']['rollouts'].items()}
+    running(run, 4)
+    until(lambda: there() == {0: 4, 1: 16, 2: 4})
+    with pytest.raises(ConfigError, match="kinds of this pool are \\['small', 'large'\\]"): run.pool.scale(1)
+    run.pool.scale(0, kind='small')
+    until(lambda: there() == {1: 16})
+    run.pool.scale(2, kind='large')
+    until(lambda: there() == {1: 16, 3: 16})
+    run.pool.scale(0, kind='large')
+    run.pool.scale(3, kind='small')
+    until(lambda: there() == {0: 4, 2: 4, 4: 4})
+    step = run.status()['step']
+    run.pool.scale(1, kind='large')
+    os.kill(run.status()['pid'], signal.SIGKILL) # the coordinator comes back to the same kinds
+    until(lambda: there() == {0: 4, 1: 16, 2: 4, 4: 4}, 60)
+    running(run, step + 3)
+    run.stop()
+    assert run.audit() == [] and run.counts()['train']['failed'] == run.counts()['train']['dropped'] == 0
+
+
 def test_tails_are_packed_and_what_moved_is_whole(cluster, model, tmp_path):
     "Moves between real workers; an answer that moved has the tokens that the engine would have given without the move"
     run = start(cluster, model, tmp_path, 'packed', steps=12, n=8, group=4, replicas=3, engine=dict(step_s=.03), sampling=Sampling(max_tokens=55),

@@ -1,4 +1,4 @@
-"""A whole run on real vLLM engines, two of whose processes are killed with -9 in the middle of it. One start for everything here."""
+"""A whole run on two real vLLM engines of different size, two of whose processes are killed with -9 in the middle of it. One start for everything here."""
 import os, signal, time
 
 import pytest
@@ -11,17 +11,20 @@ STEPS = 10
 
 def test_the_demo_with_a_rollout_and_an_engine_killed(cluster, tmp_path):
     import ray
-    from laminar_sdk.all import GRPO, Eval, RelayTier, RolloutPool, Trainer
+    from laminar_sdk.all import GRPO, Eval, RelayTier, Replicas, RolloutPool, Trainer
     from laminar_sdk.demo import arithmetic
     from laminar_sdk.shells import find
     task = arithmetic()
     cluster.connect()
     relays = RelayTier(cluster, keep=4)
-    pool = RolloutPool(cluster, task.model, relays, replicas=2, max_model_len=task.max_model_len, max_running=32)
+    kinds = [Replicas(1, name='large', max_running=32), Replicas(1, name='small', max_running=4, kv_cache_bytes=8 << 20)]
+    pool = RolloutPool(cluster, task.model, relays, replicas=kinds, max_model_len=task.max_model_len)
     trainer = Trainer(cluster, task.model, relays, GRPO(group_size=4, lr=task.lr))
     run = trainer.fit(pool, task.train, task.reward, name='killed', steps=STEPS, prompts_per_step=4, sampling=task.sampling,
                       eval=Eval(prompts=task.held_out[:16], sampling=task.sampling), checkpoint=4, run_dir=str(tmp_path/'killed'))
     s = _at(run, 2)
+    large, small = (s['manager']['rollouts'][i] for i in (0, 1))
+    assert small['batch'] <= 4 < large['batch'] <= 32 and large['kv_tokens'] > 8 * small['kv_tokens'] > 0, (large, small) # each measured by itself
     os.kill(s['children']['rollout/0']['pid'], signal.SIGKILL)
     _at(run, 4)
     engine, = ray.get(find('killed/rollout/1').engine_pids.remote())
@@ -34,6 +37,10 @@ def test_the_demo_with_a_rollout_and_an_engine_killed(cluster, tmp_path):
     gaps = run.history()['logprob_gap_max'].dropna() # the engines compute what the actor computes, after every pull and restart
     assert len(gaps) and gaps.max() < 1e-3, gaps
     assert [e.step for e in run.evaluations()] == [0, STEPS]
+    from laminar_sdk.data.journal import Journal
+    from laminar_sdk.scheduling.books import TrajectoryRow
+    by = [r.rollout for r in Journal(tmp_path/'killed'/'ledger.sqlite').rows(TrajectoryRow) if r.kind == 'train']
+    assert by.count(0) > by.count(1) > 0, 'the large one does more'
     run.stop()
 
 

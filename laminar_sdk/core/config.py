@@ -309,6 +309,7 @@ class RunConfig(Config):
     keep_checkpoints: int = Field(3, ge=1)
     publish_dtype: Literal['bfloat16', 'float16', 'float32'] = 'bfloat16'
     replicas: int = Field(1, ge=1)
+    kinds: tuple[int, ...] = () # of a pool of different engines: replicas of each kind, in sum `replicas`
     max_model_len: int = Field(1024, ge=2)
     seed: int = 0
     code_version: str = ''
@@ -316,6 +317,12 @@ class RunConfig(Config):
     @field_validator('algorithm', mode='before')
     @classmethod
     def _by_name(cls, given): return as_algorithm(given) # a preset comes back as what it was
+
+    @property
+    def rollouts(self) -> list[int]:
+        "The ids of the first rollouts. Of K kinds of engines, kind k has the ids k, k + K, k + 2K …"
+        kinds = self.kinds or (self.replicas,)
+        return sorted(k + i * len(kinds) for k, n in enumerate(kinds) for i in range(n))
 
     @property
     def groups_bound(self) -> int: return self.max_groups or 2 * self.prompts_per_step

@@ -172,6 +172,7 @@ class CheckpointAsked(Event, frozen=True):
 class ScaleAsked(Event, frozen=True):
     "So many rollouts are wanted"
     rollouts: int
+    kind: int = 0 # of engine, where there are several
 
 class DrainAsked(Event, frozen=True):
     "A rollout is to go: no new work, what it has moves to others of its version, or is finished"

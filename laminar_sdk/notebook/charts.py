@@ -99,7 +99,7 @@ PANELS = (
     _chart('clip', 1, 'clipped tokens', _trace('below', 'clip_fraction_low', BLUE), _trace('above', 'clip_fraction_high', ORANGE), percent=True),
     _chart('ratio', 1, 'importance ratio', _trace('mean', 'ratio_mean', BLUE), _trace('max', 'ratio_max', RED)),
     _chart('norm', 1, 'gradient norm', _trace('gradient norm', 'grad_norm', BLUE)), _chart('lr', 1, 'learning rate', _trace('learning rate', 'lr', BLUE)),
-    _chart('length', 2, TITLES[1], *_lengths), _chart('versions', 2, 'lengths by weight version', counted='versions'),
+    _chart('length', 2, TITLES[1], *_lengths), _chart('versions', 2, 'share of answers at most so long, by weight version', counted='versions'),
     _chart('staleness', 2, 'staleness at consumption', counted='staleness'),
     _chart('lag', 2, 'publish lag: newest version − what is generated with', _trace('versions', 5, BLUE, 'work'), x='s'),
     _chart('now', 3, 'generated now (tokens/s)', _trace('tokens/s', 4, GREEN, 'work'), x='s'), _chart('trained', 3, 'trained (tokens/s)', _trace('tokens/s', 'tokens_per_s', ORANGE)),
@@ -149,13 +149,14 @@ def figure(series: Series,
     return go.FigureWidget(fig) if widget else fig
 
 # %% ../../nbs/notebook/01_charts.ipynb #09b08a1d
-def headline(name: str, series: Series, steps: int | None = None) -> str: # HTML
+def headline(name: str, series: Series, steps: int | None = None, state: str = '' # what the run itself says, if it was asked
+            ) -> str: # HTML
     "State and newest figures in one line"
     from html import escape
     f = lambda key, fmt: '–' if (v := series.last(key)) is None else format(v, fmt)
     of = f' of {steps}' if steps else ''
     held_out = f'{series.evals[-1].accuracy:.3f}' if series.evals else '–'
-    return (f'<b>{escape(name)}</b>: {escape(series.state)} · step {f("step", "d")}{of} · {series.t:.0f} s · reward {f("reward", ".3f")} · '
+    return (f'<b>{escape(name)}</b>: {escape(state or series.state)} · step {f("step", "d")}{of} · {series.t:.0f} s · reward {f("reward", ".3f")} · '
             f'held-out {held_out} · staleness {f("staleness_mean", ".1f")} (max {f("staleness_max", "d")}) · length {f("length_median", ".0f")} '
             f'(p99 {f("length_p99", ".0f")}) · {f("gen_tokens_per_s", ",.0f")} tok/s')
 

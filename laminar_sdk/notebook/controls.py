@@ -30,7 +30,7 @@ class Controls:
         self.repack, self.every = w.Checkbox(value=True, description='repack', indent=False, layout=small()), field(w.BoundedFloatText, 'every (s)', 130, value=5., min=.05, max=600., step=.05)
         self.batch, self.kv_max = field(w.BoundedIntText, 'B', 80, value=0, min=0, max=1 << 20), field(w.BoundedFloatText, 'C_max', 110, value=.0, min=0., max=1., step=.05)
         self.n, self.which = field(w.BoundedIntText, 'rollouts', 120, value=1, min=0, max=4096), field(w.Dropdown, '', 100, options=[])
-        self.lr, self.stale = field(w.Text, 'learning rate', 160), field(w.Text, 'staleness ≤', 130, placeholder='no bound')
+        self.lr, self.stale = field(w.Text, 'learning rate', 160), field(w.Text, 'staleness ≤', 155, placeholder='no bound')
         self.scale, self.drain = button('Scale', 'So many rollouts from now on'), button('Drain', 'No new work for it; it ends when nothing is left')
         self.apply, self.set = button('Apply', 'Repack as set here; 0 leaves a threshold as it is'), button('Set', 'From the next step, and the next wave, on')
         self._wire()
@@ -76,8 +76,15 @@ class Controls:
             self.repack.value, self.every.value = r['on'], r['every']
             self.batch.value, self.kv_max.value = r.get('batch') or 0, r.get('kv_max') or 0.
         if m.get('rollouts'): self.n.value = len(m['rollouts'])
-        self.which.options = [(f'rollout/{i}', i) for i in m.get('rollouts', {})]
+        self.known(status)
         if 'lr' in m: self.lr.value, self.stale.value = self.had = f"{m['lr']:g}", '' if m['max_staleness'] is None else str(m['max_staleness'])
+
+    def known(self, status: dict):
+        "Which rollouts there are now, for the one that is to drain"
+        now = tuple((f'rollout/{i}', i) for i in status.get('manager', {}).get('rollouts', {}))
+        if now == tuple(self.which.options): return
+        chosen, self.which.options = self.which.value, now
+        self.which.value = chosen if chosen in dict(now).values() else now[0][1] if now else None
 
     def ask(self, what: str, how: Callable[[], Any]):
         "Do it in a thread; say so before and after"

@@ -89,6 +89,12 @@ const KNOWN = {steps: (s, k) => { const q = s.steps.filter(m => m[k] != null); r
 const few = ([x, y]) => { const k = Math.ceil(x.length / 2000) || 1, on = (_, i) => (x.length - 1 - i) % k == 0; return [x.filter(on), y.filter(on)] }
 const width_of = b => 2 ** ((b + .5) / 8) - 2 ** ((b - .5) / 8), middle = b => 2 ** (b / 8) - 1
 const bars = (m, name, color) => { const b = Object.keys(m).map(Number).sort((a, c) => a - c); return {type: 'bar', name, x: b.map(middle), y: b.map(k => m[k]), width: b.map(width_of), marker: {color, line: {width: 0}}} }
+function decades(most, least = 1) { // 1, 2, 5, 10 … or powers of ten alone where there are many
+  const out = []
+  for (let k = 1; k <= most * 10; k *= 10) for (const m of most / least < 500 ? [1, 2, 5] : [1]) if (m * k >= least / 2 && m * k <= most * 2) out.push(m * k)
+  return {type: 'log', title: {text: 'tokens'}, tickvals: out, ticktext: out.map(v => v >= 1000 ? v / 1000 + 'k' : String(v))}
+}
+const ends = maps => { const b = maps.flatMap(m => Object.keys(m).map(Number)); return b.length ? [middle(Math.max(...b)) + 1, middle(Math.min(...b)) + 1] : [100, 1] }
 const add = (into, m) => { for (const [b, n] of Object.entries(m)) into[b] = (into[b] || 0) + n; return into }
 function quantiles(m, ps) {
   const b = Object.keys(m).map(Number).sort((a, c) => a - c), all = b.reduce((a, k) => a + m[k], 0)
@@ -99,20 +105,21 @@ const COUNTED = {
     const good = {}, bad = {}
     for (const [k, m] of s.ended) add(k.endsWith('+') ? good : bad, m)
     const all = add(add({}, good), bad), [p50, p90, p99] = quantiles(all, [.5, .9, .99]), air = bars(s.flying, '', '')
-    const mark = (v, text) => ({x: Math.log10(v + 1), y: 1, yref: 'paper', text: `${text} ${v.toFixed(0)}`, showarrow: false, xanchor: 'left', yanchor: 'top', font: {size: 10}})
+    const mark = (v, text) => ({x: Math.log10(v + 1), y: 1, yref: 'paper', text: `${text} ${v.toFixed(0)} `, showarrow: false, xanchor: 'right', yanchor: 'top', font: {size: 10}})
     const line = v => ({type: 'line', x0: v + 1, x1: v + 1, y0: 0, y1: 1, yref: 'paper', line: {width: 1, dash: 'dot', color: '#888'}})
     const far = Object.keys(all).length ? {annotations: [mark(p50, 'p50'), mark(p90, 'p90'), mark(p99, 'p99')].map((a, i) => ({...a, y: 1 - .12 * i})),
       shapes: [line(p50), line(p90), line(p99), {type: 'rect', x0: p90 + 1, x1: Math.max(...Object.keys(all).map(b => middle(+b))) + 2, y0: 0, y1: 1, yref: 'paper', fillcolor: 'rgba(213,94,0,.10)', line: {width: 0}}]} : {}
     const up = t => ({...t, x: t.x.map(v => v + 1)})
     return [[up(bars(good, 'earned', '#009E73')), up(bars(bad, 'earned nothing', '#E69F00')), {type: 'scatter', mode: 'lines', name: 'in flight', x: air.x.map(v => v + 1), y: air.y, line: {shape: 'hvh', color: '#0072B2'}, yaxis: 'y2'}],
-      {...far, barmode: 'stack', xaxis: {type: 'log', title: {text: 'tokens'}}, yaxis2: {overlaying: 'y', side: 'right', showgrid: false, rangemode: 'tozero'}}]
+      {...far, barmode: 'stack', xaxis: decades(...ends([all, s.flying])), yaxis2: {overlaying: 'y', side: 'right', showgrid: false, rangemode: 'tozero', automargin: true}}]
   },
   versions(s) {
     const by = new Map()
     for (const [k, m] of s.ended) add(by.get(parseInt(k)) || by.set(parseInt(k), {}).get(parseInt(k)), m)
     return [[...by.keys()].sort((a, b) => a - b).map(v => { const m = by.get(v), n = Object.values(m).reduce((a, b) => a + b, 0), b = Object.keys(m).map(Number).sort((a, c) => a - c)
-      return {type: 'scatter', mode: 'lines', name: v < 0 ? 'older' : `version ${v}`, x: b.map(k => middle(k) + 1), y: b.map(k => m[k] / n), line: {color: v < 0 ? '#999' : colour(v), width: v < 0 ? 3 : 1.5, shape: 'spline'}} }),
-      {xaxis: {type: 'log', title: {text: 'tokens'}}, yaxis: {tickformat: '.2~%'}}]
+      let sum = 0
+      return {type: 'scatter', mode: 'lines', name: v < 0 ? 'older' : `v${v}`, x: b.map(k => middle(k) + 1), y: b.map(k => (sum += m[k]) / n), line: {color: v < 0 ? '#999' : colour(v), width: v < 0 ? 3 : 1.5}} }),
+      {xaxis: decades(...ends([...by.values()])), yaxis: {tickformat: '.2~%', range: [0, 1.02]}}]
   },
   staleness(s) {
     const all = []

@@ -84,7 +84,7 @@ def _plain(text: str) -> str:
 
 # %% ../../nbs/notebook/01a_svg.ipynb #a59741b5
 SPARKS = (('reward', 'reward', '.3f'), ('length', 'length_median', '.0f'), ('p99', 'length_p99', '.0f'), ('staleness', 'staleness_mean', '.1f'),
-          ('generated tok/s', 'gen_tokens_per_s', ',.0f'), ('trained tok/s', 'tokens_per_s', ',.0f'))
+          ('generated/s', 'gen_tokens_per_s', ',.0f'), ('trained/s', 'tokens_per_s', ',.0f'))
 
 def _spark(name: str, ys: list[float], fmt: str, w: int = 64, h: int = 20) -> str:
     ys = [y for y in thin(ys, ys, 60)[0] if math.isfinite(y)]

@@ -96,6 +96,7 @@ class EmulatedEngine:
                  load_s: float = 0., # emulated seconds that taking weights lasts at least
                  share: bool = True, # the answers to one prompt share its blocks in the cache
                  answer: Answer | None = None, # None = `random_answer()`
+                 clock: Callable[[], float] = time.monotonic, # s; another one where waiting takes no time
                  seed: int = 0):
         if step_s < 0 or max_num_seqs < 1: raise ConfigError(f'EmulatedEngine(step_s={step_s}, max_num_seqs={max_num_seqs})',
                                                              'a step takes 0 s or more, and at least one response must run')
@@ -103,14 +104,14 @@ class EmulatedEngine:
         self.max_model_len, self.capacity, self.kv_tokens, self.seed = max_model_len, max_num_seqs, kv_tokens, seed
         self.cost, self.speed, self.show_s, self.load_s, self.answer = cost or Constant(step_s), speed, show_s, load_s, answer or random_answer()
         self.decoder, self.flows = Decoder(self.cost, max_num_seqs, kv_tokens, share=share), {}
-        self.wake, self.task, self.dead, self.born, self.shown, self.late = asyncio.Event(), None, (), time.monotonic(), 0., [0, 0.]
+        self.clock, self.wake, self.task, self.dead, self.born, self.shown, self.late = clock, asyncio.Event(), None, (), clock(), 0., [0, 0.]
         self.version: int | None = None # as last loaded
 
     @property
     def running(self): return self.decoder.running
     @property
     def waiting(self): return self.decoder.waiting
-    def time(self) -> float: return (time.monotonic() - self.born) * self.speed # s on its own clock
+    def time(self) -> float: return (self.clock() - self.born) * self.speed # s on its own clock
 
     def __repr__(self):
         return f'EmulatedEngine({len(self.running)} of {self.capacity} running, {self.cost!r}, at {self.speed:g} × the wall\'s speed, EMULATED)'
@@ -242,13 +243,13 @@ async def load(self: EmulatedEngine,
         for id in list(self.flows): await self.abort(id)
     self._catch_up(all=True) # what was made before is of the version before
     self.decoder.hold()
-    began = time.monotonic()
+    began = self.clock()
     try:
         report = await asyncio.to_thread(_pull, version, socket_path)
         self.version = report.version
-        await asyncio.sleep(max(0., began + self.load_s / self.speed - time.monotonic()))
+        await asyncio.sleep(max(0., began + self.load_s / self.speed - self.clock()))
     finally: await self.resume()
-    return LoadReport(report.version, time.monotonic() - began, True, report.nbytes, report.checksum, emulated=True)
+    return LoadReport(report.version, self.clock() - began, True, report.nbytes, report.checksum, emulated=True)
 
 def _pull(version: int | None, socket_path: str) -> LoadReport:
     from laminar_sdk.weights.client import RelayClient

@@ -7,7 +7,7 @@ __all__ = ['unpack_environment', 'STARTS', 'PackedEnvironment', 'pack_environmen
            'Session', 'EnvironmentPool', 'Lost']
 
 # %% ../../nbs/rollout/33c_environment_pool.ipynb #74f0a82b
-import asyncio, importlib, itertools, json, os, pickle, socket, subprocess, sys
+import asyncio, importlib, itertools, json, pickle, sys
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,25 +55,13 @@ def packed_in(functions: Path # of a run directory
 # %% ../../nbs/rollout/33c_environment_pool.ipynb #581d9efc
 class EnvironmentProcess(Worker):
     "A child process that holds sessions. Made and used in a running event loop"
+    main = 'laminar_sdk.rollout.environment_child'
+
     def __init__(self, calls: int # at once
                 ):
-        self.loop, self._said, self.numbers, self.pending = asyncio.get_running_loop(), bytearray(), itertools.count(), {}
-        self.places, self.writing, self.loaded, self.sessions, self.alone = asyncio.Semaphore(calls), asyncio.Lock(), None, 0, False
-        self.sock, theirs = socket.socketpair()
-        self._out, their_out = os.pipe()
-        command = [sys.executable, '-u', '-X', 'faulthandler', '-c', 'from laminar_sdk.rollout.environment_child import main; main()',
-                   str(theirs.fileno()), str(os.getpid())]
-        env = os.environ | dict(PYTHONPATH=os.pathsep.join(p or os.getcwd() for p in sys.path))
-        try: self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=their_out,
-                                             stderr=subprocess.STDOUT, start_new_session=True, env=env)
-        except BaseException:
-            self.sock.close()
-            os.close(self._out)
-            raise
-        finally:
-            theirs.close()
-            os.close(their_out)
-        self._watch()
+        super().__init__()
+        self.places, self.writing, self.numbers, self.pending = asyncio.Semaphore(calls), asyncio.Lock(), itertools.count(), {}
+        self.loaded, self.sessions, self.alone = None, 0, False
         self.reading = self.loop.create_task(self._read())
 
     async def _read(self):
@@ -142,7 +130,7 @@ class EnvironmentPool:
         self.spec, self.workers, self.load_timeout_s, self.log = self.packed.spec, workers, load_timeout_s, log
         self.sessions, self.processes, self.reasons, self.lines = {}, [], Counter(), deque(maxlen=2_000)
         self.calls = self.repeated = self.replayed = self.rewound = 0
-        self.stopped = False
+        self.stopped = self.proved = False # has the environment been loaded once?
 
     def __repr__(self): return f'EnvironmentPool({self.spec.name}): {len(self.sessions)} sessions, {self.calls:,} calls, {self.replayed} played again, {dict(self.reasons)}'
 
@@ -227,7 +215,7 @@ async def _attempt(self: EnvironmentPool, s: Session, what: str, *args) -> Reply
 def _patience(self: EnvironmentPool, what): return self.spec.timeout_s if what == 'step' else self.spec.reset_timeout_s
 
 # %% ../../nbs/rollout/33c_environment_pool.ipynb #ec5169ca
-STARTS = 3 # of a process; one that dies before it is loaded is no session's fault
+STARTS = 3 # of processes that die before they have loaded an environment that was never loaded
 
 @patch
 async def _home(self: EnvironmentPool, s: Session, alone: bool = False) -> EnvironmentProcess:
@@ -257,7 +245,7 @@ async def _replay(self: EnvironmentPool, s: Session, process: EnvironmentProcess
 @patch
 async def _process(self: EnvironmentPool, alone: bool) -> EnvironmentProcess:
     "The process with the fewest sessions, or a new one; ready"
-    for _ in range(STARTS):
+    for n, until in zip(itertools.count(1), itertools.repeat(asyncio.get_running_loop().time() + self.load_timeout_s)):
         if self.stopped: raise Lost('the pool is stopped')
         self.processes = [p for p in self.processes if p.alive]
         shared = [p for p in self.processes if not p.alone]
@@ -266,8 +254,10 @@ async def _process(self: EnvironmentPool, alone: bool) -> EnvironmentProcess:
         await asyncio.wait({process.loaded})
         if not (error := process.loaded.exception()): break
         if isinstance(error, TimeoutError): await process.kill()
-    else: raise Lost(f'{self.spec.name} cannot be loaded: {error or f"it takes longer than {self.load_timeout_s:g} s"}')
+        if n >= STARTS and (not self.proved or asyncio.get_running_loop().time() > until):
+            raise Lost(f'{self.spec.name} cannot be loaded: {error or f"it takes longer than {self.load_timeout_s:g} s"}')
     if 'raised' in (answer := process.loaded.result()): raise Lost(f'{self.spec.name} cannot be loaded: {answer["raised"]}')
+    self.proved = True
     return process
 
 @patch

@@ -25,11 +25,13 @@ class WorkerDied(Exception):
 
 class Worker:
     "A child process and the ways to hear of it. Made and used in a running event loop"
+    main = 'laminar_sdk.rollout.reward_child' # the module whose `main` the child runs
+
     def __init__(self):
         self.loop, self.loaded, self._said = asyncio.get_running_loop(), set(), bytearray()
         self.sock, theirs = socket.socketpair()
         self._out, their_out = os.pipe()
-        command = [sys.executable, '-u', '-X', 'faulthandler', '-c', 'from laminar_sdk.rollout.reward_child import main; main()',
+        command = [sys.executable, '-u', '-X', 'faulthandler', '-c', f'from {self.main} import main; main()',
                    str(theirs.fileno()), str(os.getpid())]
         env = os.environ | dict(PYTHONPATH=os.pathsep.join(p or os.getcwd() for p in sys.path))
         try: self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=their_out,

@@ -178,7 +178,7 @@ def _refill(self: Dispatch, weights: dict[int, float]) -> list[Command]:
     if not fresh and not self.permits(): return []
     able = [r for r in self.fleet.rollouts.values() if r.running and r.kind == 'train' and not r.draining and r.newer is None
             and r.version == self._version(r, s)]
-    queue = [(r.seats / (limit := self._wave(r, weights)), r.id, r.seats, limit) for r in able]
+    queue = [(r.seats / weights[r.id], r.id, r.seats, self._wave(r, weights)) for r in able]
     heapify(queue)
     while queue:
         _, i, taken, limit = heappop(queue)
@@ -186,7 +186,7 @@ def _refill(self: Dispatch, weights: dict[int, float]) -> list[Command]:
         if taken + n > limit: continue
         if not fresh and not self.permits(self.fleet.rollouts[i].version): break
         more[i] += fresh.pop(0) if fresh else self._admit()
-        heappush(queue, ((taken + n) / limit, i, taken + n, limit))
+        heappush(queue, ((taken + n) / weights[i], i, taken + n, limit))
     return [self._continue(self.fleet.rollouts[i], ids) for i, ids in more.items() if ids]
 
 # %% ../../nbs/scheduling/08_dispatch.ipynb #342c93dd

@@ -115,7 +115,9 @@ class Objective:
         "A micro-batch's share of the update's loss"
         d = self._data(tokens.rows() if self.whole_rows else tokens.flat())
         loss, weight = self.loss(d, **self.options), None
-        for correct, options in self.corrections: weight = (w := correct(d, **options)) if weight is None else weight*w
+        for correct, options in self.corrections:
+            w = correct(d, **options)
+            weight = w if weight is None else weight*w
         if weight is not None: loss = weight*loss
         loss = self.aggregate(d | counts | dict(loss=self._terms(d, loss)), **self.of_all)
         return loss, *self._stats(d, weight, loss.detach(), first)
