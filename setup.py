@@ -14,7 +14,7 @@ setup(
     packages=find_packages(include=['laminar_sdk', 'laminar_sdk.*']), include_package_data=True,
     package_data={'laminar_sdk': ['assets/**/*']},
     install_requires=cfg['requirements'].split(),
-    extras_require={extra: cfg[f'{extra}_requirements'].split() for extra in ('cpu', 'gpu', 'demo', 'gym', 'rdma', 'dev')},
+    extras_require={extra: cfg[f'{extra}_requirements'].split() for extra in ('cpu', 'gpu', 'demo', 'gym', 'verifiers', 'rdma', 'dev')},
     entry_points={'console_scripts': [cfg['console_scripts']],
                   'vllm.general_plugins': ['laminar_relay=laminar_sdk.rollout.vllm_relay:register'],
                   'nbdev': [f"{cfg['lib_path']}=laminar_sdk._modidx:d"]})

@@ -6,7 +6,7 @@
 __all__ = ['app', 'JSON', 'CLUSTER', 'PATH', 'bench', 'WORLD', 'answers_apart', 'plain', 'out', 'table', 'of_each', 'demo',
            'WithKeys', 'run', 'start', 'open_cluster', 'stays', 'stop_on_sigterm', 'status', 'detail', 'counted',
            'stop', 'shutdown', 'check_folder', 'audit', 'report', 'export', 'numbers', 'bench_relay', 'bench_delta',
-           'bench_control', 'bench_accuracy', 'bench_repack', 'bench_schedules', 'main', 'sentence']
+           'bench_control', 'bench_accuracy', 'bench_learn', 'bench_repack', 'bench_schedules', 'main', 'sentence']
 
 # %% ../nbs/08_cli.ipynb #023b60cd
 import json, math, os, signal, sys
@@ -275,6 +275,15 @@ def bench_accuracy(schedules: str = typer.Option('sync,laminar,partial,inflight'
     "Trajectories that each schedule needs for the same held-out accuracy: real runs of the demo, about a minute and a half each."
     from laminar_sdk import bench_accuracy as b
     _found(b.bench_accuracy(b.Study(tuple(schedules.split(',')), numbers(seeds), steps, every, prompts, uncorrected)), b.told, as_json)
+
+@bench.command('learn')
+def bench_learn(model: str = typer.Option('demo', help='demo or smollm2.'), repeat: int = typer.Option(5, help='Measurements of actor and bare loop, in turns.'),
+                groups: int = typer.Option(12, help='Of eight answers, in the long-tailed batch.'), prompts: int = typer.Option(8, help='That the engine answers.'),
+                engine: bool = typer.Option(True, help='Also the gap to a real vLLM engine.'), ranks: bool = typer.Option(True, help='Also two ranks against one.'),
+                device: Optional[str] = typer.Option(None, help='Default: a GPU if there is one.'), threads: int = typer.Option(1, help='Of torch.'), as_json: bool = JSON):
+    "The actor against a bare PyTorch loop, its padding, its distance from the engine; two ranks against one."
+    from laminar_sdk import bench_learn as b
+    _found(b.bench_learn(b.Plan(model, repeat, groups, prompts, engine=engine, ranks=ranks, device=device, threads=threads)), b.told, as_json)
 
 WORLD = typer.Option('simulated', '--world', help='simulated: a clock that jumps; emulated: real workers, relay, journal, engines that compute nothing; real: vLLM (schedules only).')
 

@@ -43,12 +43,12 @@ class Coordinator(Doing, ToRollouts, ToOthers, Watched, Steered, Ending, Shell):
         self.journal = Journal(self.dir.ledger)
         self.tape = Tape(self.dir.events, header(self.config))
         told = [r.event for r in self.tape.all() if isinstance(r.event, ev.EvalDone)]
-        if told: self.table.evaluated(told[-1])
         self.evals = {(e.step, e.version) for e in told}
         self.state, self.reason, self.again = 'starting', '', self.journal.rows(MetaRow) != []
         self.begun, self.ended, self.relays_changed, self.data_there = (asyncio.Event() for _ in range(4))
         self.ready = asyncio.Event() # the manager exists
         self.sockets, self.heard, self.batches, self.given, self.table = {}, {}, {}, {}, Table()
+        if told: self.table.evaluated(told[-1])
         self.data, self.manager, self.pipeline, self.asked, self.first_scored = None, None, None, time.monotonic(), None
         self.tally = Tally()
         self.partial, self.asking = {}, None # what the partial response pool held when it was last asked

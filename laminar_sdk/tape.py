@@ -25,6 +25,7 @@ class Tape:
         self.recorder, self.news, self.closed = Recorder(folder, header), asyncio.Event(), False
         last = self.recorder.since(max(self.recorder.seq('run') - 1, 0))
         self.zero = time.monotonic() - (last[-1].t if last else 0.) # after a restart the clock goes on
+        self.digest = None # made when it is first asked for, and kept up from then on
 
     def now(self) -> float:
         "Seconds of the run's life"
@@ -33,8 +34,25 @@ class Tape:
     def append(self, stream: str, event: ev.Event) -> ev.Record:
         "Record an event; who waits for news of stream `run` wakes up"
         record = self.recorder.record(stream, event, self.now())
-        if stream == 'run': self.news.set()
+        if stream == 'run':
+            self.news.set()
+            if self.digest is not None: self.digest.add(record)
         return record
+
+    async def glance(self) -> bytes:
+        "The past as far as it can be seen, as one msgpack block; what is on the disk is read once, in a thread"
+        from laminar_sdk.data.recorder import read
+        from laminar_sdk.notebook.digest import Digest
+        if self.digest is None:
+            self.flush()
+            made = await asyncio.to_thread(self._digested, Digest(), read)
+            for r in self.recorder.since(made.seq, 1 << 40): made.add(r) # meanwhile
+            self.digest = made
+        return msgspec.msgpack.encode(self.digest.records())
+
+    def _digested(self, d, read):
+        for r in read(self.recorder.folder/'run'): d.add(r)
+        return d
 
     async def since(self, seq: int, max_items: int, wait_s: float) -> bytes:
         "Observations after `seq` as one msgpack block; waits for the first"

@@ -6,10 +6,7 @@
 __all__ = ['Tally', 'Watched', 'Steered']
 
 # %% ../nbs/23c_watching.ipynb #8d987ab2
-import asyncio
 from collections import Counter
-
-import msgspec
 
 from .core import events as ev
 
@@ -54,10 +51,7 @@ class Watched:
 
     async def glance(self) -> bytes:
         "What a viewer who comes now needs of the past, as a msgpack block; its last record is the newest there is"
-        from laminar_sdk.data.recorder import read
-        from laminar_sdk.notebook.digest import digest
-        self.tape.flush()
-        return await asyncio.to_thread(lambda: msgspec.msgpack.encode(digest(read(self.dir.events/'run'))))
+        return await self.tape.glance()
 
 # %% ../nbs/23c_watching.ipynb #2e7c425d
 class Steered:

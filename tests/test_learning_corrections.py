@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 from laminar_sdk.learning.advantages import group_advantages
 from laminar_sdk.learning.corrections import (decoupled_surrogate, gap_figures, gap_sums, icepop_weights, interpolated_proximal, log_weights, masked_weights,
                                               staleness_weights, truncated_weights)
-from laminar_sdk.learning.dapo import overlong_filter, overlong_penalty, refill_count, uniform_groups
+from laminar_sdk.learning.dapo import overlong_filter, overlong_penalty, uniform_groups
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -121,17 +121,3 @@ def test_refilled_groups_are_those_without_a_gradient(rows):
     A = group_advantages(rewards, groups)
     assert uniform_groups(rewards, groups) == sorted(g for g in set(groups.tolist()) if A[groups == g].eq(0).all())
     assert uniform_groups(rewards, groups) == sorted(g for g in set(groups.tolist()) if len({r for r, x in rows if x == g}) == 1)
-
-
-@settings(max_examples=100)
-@given(st.integers(1, 40), st.floats(1, 5), st.integers(0, 100), seeds)
-def test_refills_are_exact_and_bounded_and_end(wanted, most, chance, seed):
-    "Any order of answers: never more on their way than are missing, never above the bound, and short of `wanted` only at the bound"
-    rng, asked, useful, uniform = np.random.default_rng(seed), wanted, 0, 0
-    while asked > useful + uniform:
-        for _ in range(rng.integers(1, asked - useful - uniform + 1)):
-            if rng.integers(0, 100) < chance: useful += 1
-            else: uniform += 1
-        asked += refill_count(wanted, useful, asked, uniform, most)
-        assert useful + (asked - useful - uniform) <= wanted and asked <= max(most*wanted, wanted)
-    assert useful == wanted or asked == int(most*wanted)

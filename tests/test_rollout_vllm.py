@@ -367,6 +367,20 @@ def test_every_token_is_of_the_version_that_it_is_labelled_with(world):
     assert len({len({v for v, p in pieces if p.trajectory == i}) for i in range(40)} - {1}) >= 1 and len({v for v, _ in pieces}) >= 5
 
 
+@pytest.mark.parametrize('end, handed', [('FINISHED_LENGTH_CAPPED', True), ('FINISHED_ABORTED', False)])
+def test_vllm_hands_over_no_keys_and_values_of_what_is_aborted(end, handed):
+    "Why a move reads its tokens again. If this fails, moves may take their KV cache along"
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl import pull_scheduler as nixl
+    from vllm.v1.request import RequestStatus
+    scheduler = next(c for n, c in vars(nixl).items() if n.endswith('Scheduler') and c.__module__ == nixl.__name__)
+    it = SimpleNamespace(_stop_heartbeat=lambda id: None, is_bidirectional_kv_xfer_enabled=True, _reqs_not_processed=set(), _reqs_need_save={}, _reqs_need_send={}, _kv_lease_duration=1, _TRANSFER_MODE='pull',
+                         get_exchange_clipped_blocks=lambda blocks: blocks, engine_id='e', side_channel_host='h', side_channel_port=1, transfer_tp_size=1,
+                         vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(decode_context_parallel_size=1, pipeline_parallel_size=1)))
+    request = SimpleNamespace(request_id='r', status=RequestStatus[end], kv_transfer_params=dict(do_remote_decode=True), num_computed_tokens=64)
+    kept, params = scheduler.request_finished(it, request, ([1, 2],))
+    assert kept == handed == (params is not None)
+
+
 def test_memory_is_given_away_and_taken_back(world):
     hold(world, world.a)
     before = run(world, ask(world, LONG, 10, id='before', temperature=0.)).ids

@@ -252,6 +252,16 @@ def test_refused_and_failed_pulls_leave_the_others_alone():
     go(run())
 
 
+def test_a_prompt_that_alone_exceeds_the_cache_is_refused_and_others_go_on():
+    async def run():
+        receiver = Receiver()
+        async with working(receiver, Held(step_s=.001, kv_tokens=64, answer=forever(9))) as w:
+            await w.wave(1, 1, '', [item(1, prompt=np.full(80, 4, np.int32), n=9), item(2, n=9)])
+            await until(lambda: (2, 1) in receiver.ended())
+        assert [(e.trajectory, '80' in e.reason) for e in receiver.events if isinstance(e, Refused)] == [(1, True)] and len(receiver.seen[2, 1]) == 9
+    go(run())
+
+
 def test_tokens_before_a_move_count_against_the_budget():
     async def run():
         receiver = Receiver()

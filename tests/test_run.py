@@ -98,7 +98,8 @@ VICTIMS = ['rollout/0', 'actor/0', 'data/0', 'relay/1', 'relay/0', 'coordinator'
 
 
 def test_kill_9_of_each_in_turn_and_a_relay_that_is_stopped(cluster, model, tmp_path):
-    run, step = start(cluster, model, tmp_path, 'kills', steps=60, engine=dict(step_s=.01)), 0
+    eval = Eval(prompts=[dict(prompt='1+1=', answer='2')] * 3, sampling=Sampling(max_tokens=20), samples=2, k=(1, 2)) # one is told before the first kill
+    run, step = start(cluster, model, tmp_path, 'kills', steps=60, engine=dict(step_s=.01), eval=eval), 0
     relay = running(run, 1)['children']['relay/1']['pid']
     os.kill(relay, signal.SIGSTOP) # a stopped process does not die
     until(lambda: any('relay/1 is left out' in t for t in notices(run.events(max_items=1000))), 30)
@@ -112,6 +113,8 @@ def test_kill_9_of_each_in_turn_and_a_relay_that_is_stopped(cluster, model, tmp_
     for pid in (s['children']['relay/0']['pid'], s['children']['relay/1']['pid'], s['pid']): os.kill(pid, signal.SIGKILL) # only the actor has the newest version now
     _, counts, seen = finish(run)
     assert counts['train']['trained'] == 60 * P * G, counts
+    evals = [r.event for r in seen if isinstance(r.event, ev.EvalDone)]
+    assert [e.step for e in evals] == [0, 60] and all(e.n == 3 and e.samples == 2 for e in evals)
     said = '\n'.join(notices(seen))
     assert 'relay/0 has version' in said and 'nothing was published anew' in said, said
     for victim in ('rollout/0', 'actor', 'data', 'relay/1', 'relay/0', 'the coordinator'): assert f'{victim}: its process died' in said or (victim == 'the coordinator' and 'goes on from its directory' in said)

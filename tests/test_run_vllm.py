@@ -37,11 +37,11 @@ def test_the_demo_with_a_rollout_and_an_engine_killed(cluster, tmp_path):
     gaps = run.history()['logprob_gap_max'].dropna() # the engines compute what the actor computes, after every pull and restart
     assert len(gaps) and gaps.max() < 1e-3, gaps
     assert [e.step for e in run.evaluations()] == [0, STEPS]
+    run.stop()
     from laminar_sdk.data.journal import Journal
     from laminar_sdk.scheduling.books import TrajectoryRow
     by = [r.rollout for r in Journal(tmp_path/'killed'/'ledger.sqlite').rows(TrajectoryRow) if r.kind == 'train']
     assert by.count(0) > by.count(1) > 0, 'the large one does more'
-    run.stop()
 
 
 def _at(run, step, seconds=200):

@@ -501,8 +501,8 @@ def test_a_new_coordinator_goes_on_with_what_the_pool_still_has():
     assert [(p.trajectory, p.first) for w in hand.waves(out) for p in w.placements][:1] == [(2, 0)] and m.check() == []
 
 
-def test_who_was_on_his_way_when_the_destination_died_waits_with_his_tokens():
-    "Destination first, source after: nothing is begun again, and the old lease is void"
+def on_the_way():
+    "Three rollouts with tails; a plan is under way. A hand, the source, what it has been told to stop, and the destination"
     hand = Hand(rollouts=3, prompts_per_step=3, max_groups=6, steps=9, repack=Repack(every=1.))
     report = lambda t, kv: hand(ev.Tick(t), *(ev.Progress(r, list(x.running), [hand.m.ledger.rows[i].lease for i in x.running], [6] * len(x.running), [None] * len(x.running),
                                                         kv, len(x.running), 0, int(100 * kv)) for r, x in hand.m.fleet.rollouts.items()))
@@ -511,7 +511,12 @@ def test_who_was_on_his_way_when_the_destination_died_waits_with_his_tokens():
     report(2.5, .3)
     plan = [c for c in hand(ev.Tick(3.)) if isinstance(c, cm.Abort)]
     source, ids = plan[0].rollout, plan[0].trajectories
-    dest = hand.m.moves.under_way[ids[0]].dest
+    return hand, source, ids, hand.m.moves.under_way[ids[0]].dest
+
+
+def test_who_was_on_his_way_when_the_destination_died_waits_with_his_tokens():
+    "Destination first, source after: nothing is begun again, and the old lease is void"
+    hand, source, ids, dest = on_the_way()
     hand(ev.RolloutLost(dest, 'killed'))
     out = hand(ev.RolloutLost(source, 'killed'))
     assert hand.m.moves.under_way == {} or all(t not in hand.m.moves.under_way for t in ids)
@@ -519,6 +524,52 @@ def test_who_was_on_his_way_when_the_destination_died_waits_with_his_tokens():
     assert not hand.m.accepts(source, ids[0], 1)
     seats = [p for c in hand.todo if isinstance(c, (cm.StartWave, cm.Continue)) for p in c.placements if p.trajectory in ids and p.first == 6]
     assert {p.trajectory for p in seats} == set(ids) # the third rollout, which has their version, goes on with them
+
+
+def test_a_pull_that_fails_while_trajectories_are_being_moved_in():
+    "The destination turns out to have no weights: what was on its way waits with its tokens, and so does what it had itself; others go on with all of it"
+    hand, _, _, dest = on_the_way()
+    rows, r = hand.m.ledger.rows, hand.m.fleet.rollouts[dest]
+    had, coming = list(r.running), {t: rows[t].rollout for t in hand.m.moves.under_way}
+    hand(ev.PullFailed(dest, r.wave, 0, 'its relay has just died'))
+    assert not r.expected and not r.running and all(rows[t].length == 6 for t in had)
+    for source in {*coming.values()}: # the sources' last words
+        ids = [t for t in coming if coming[t] == source]
+        hand(ev.Progress(source, ids, [1] * len(ids), [9] * len(ids), ['abort'] * len(ids)))
+    assert not hand.m.moves.under_way and not [c for c in hand.todo if isinstance(c, cm.Forget)]
+    seats = {p.trajectory: (c.rollout, p.first) for c in hand.todo if isinstance(c, (cm.StartWave, cm.Continue)) for p in c.placements if p.first}
+    assert {t: seats[t][1] for t in seats} == dict.fromkeys(coming, 9) | dict.fromkeys(had, 6) and dest not in {i for i, _ in seats.values()}
+
+
+def test_a_completion_that_comes_twice_after_a_move():
+    "From the source, under the lease that it had: refused. From the destination, twice: once. The answer is scored once, and every count adds up"
+    hand, source, ids, dest = on_the_way()
+    out = hand(ev.Progress(source, ids, [1] * len(ids), [9] * len(ids), ['abort'] * len(ids)))
+    moved = {p.trajectory: p.lease for c in out if isinstance(c, cm.Continue) and c.rollout == dest for p in c.placements}
+    assert moved == dict.fromkeys(ids, 2)
+    assert not any(hand.m.accepts(source, t, 1) for t in ids) and all(hand.m.accepts(dest, t, 2) for t in ids)
+    before = hand.m.ledger.stale_reports
+    hand(ev.Progress(source, ids, [1] * len(ids), [12] * len(ids), ['stop'] * len(ids))) # even if the shell had let it through
+    assert all(hand.m.ledger.rows[t].state == 'running' and hand.m.ledger.rows[t].finish is None for t in ids) and hand.m.ledger.stale_reports >= before
+    end = ev.Progress(dest, ids, [2] * len(ids), [15] * len(ids), ['stop'] * len(ids))
+    scored = [c.group for c in hand(end) if isinstance(c, cm.ScoreGroup)]
+    assert len(scored) == len(set(scored)) and all(hand.m.ledger.rows[t].length == 15 and hand.m.ledger.rows[t].moves == 1 for t in ids)
+    assert [c for c in hand(end) if isinstance(c, cm.ScoreGroup)] == []
+
+
+def test_no_staleness_at_all():
+    "`max_staleness=0`: nobody begins for step 2 before step 1 is trained, and step 2 is generated at the version of step 1"
+    hand = Hand(rollouts=2, prompts_per_step=2, max_groups=8, steps=3, max_staleness=0)
+    for step in (1, 2, 3):
+        began = [c for c in hand.todo if isinstance(c, cm.StartWave)]
+        assert {c.version for c in began} == {step - 1} and sum(len(c.placements) for c in began) == 4
+        hand.play()
+        hand.todo = []
+        assert [c for c in hand(ev.Tick(10. * step)) if isinstance(c, cm.StartWave)] == []
+        hand(ev.BatchAsked(1, step))
+        version = hand.m.issue_version(step, 1)
+        hand(ev.StepTrained(1, step, version), ev.VersionReady(0, version, step, 1, 'c'))
+        assert hand.m.staleness_of(step) == (0., 0)
 
 
 def test_a_step_that_was_saved_but_never_reported_counts():

@@ -229,7 +229,7 @@ def test_memory_that_does_not_suffice_is_asked_for_in_smaller_pieces(reading):
     a = plain.step(made)
 
     class Small(Spy):
-        most = 200 # padded tokens
+        most = 60 # padded tokens
         def _read(self, x):
             if x.input_ids.numel() > self.most: raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate …')
             return super()._read(x)
@@ -241,7 +241,8 @@ def test_memory_that_does_not_suffice_is_asked_for_in_smaller_pieces(reading):
     w.most = 5
     with pytest.raises(ResourceError, match=r'one row of \d+ tokens|rows of'): w.step(made)
     w.most = 10**9
-    assert torch.equal(w.seen, plain.seen) or w.step(made)['updates'] == 1
+    assert w.step(made)['updates'] == 1 # nothing is left of the step that failed
+    assert (w.seen - plain.seen).norm() <= 1e-5*plain.seen.norm()
 
 
 def test_memory_that_ends_in_the_backward_pass_leaves_no_half_gradient(reading):
@@ -320,3 +321,62 @@ def test_a_critic_waits_for_nobody_and_the_policy_for_the_critic():
     said = [w.step(made) for _ in range(3)]
     assert [m['updates'] for m in said] == [0, 0, 1] and w.critic.updates == 3 and said[2]['value_loss'] < said[0]['value_loss']
     assert any(not torch.equal(a, b) for a, b in zip(before, w.masters.masters))
+
+
+def test_a_checkpoint_keeps_the_critic(tmp_path):
+    from laminar_sdk.core.errors import ConfigError
+    from laminar_sdk.training.checkpoint import load, save
+    def worker(a=PPO(group_size=4, lr=1e-4, critic_lr=1e-3, kl=.1, kl_as='reward', reference='initial')): return ActorWorker(random_policy(), algorithm=a, device='cpu')
+    a, b = worker(), worker()
+    for seed in range(2): a.step(groups(seed))
+    load(save(tmp_path, a, 2), b)
+    said = [w.step(groups(5)) for w in (a, b)]
+    assert said[0]['value_loss'] == said[1]['value_loss'] and all(torch.equal(x, y) for x, y in zip(a.masters.masters, b.masters.masters))
+    assert all(torch.equal(p, q) for p, q in zip(a.critic.named.values(), b.critic.named.values())) and b.critic.updates == 3
+    plain = worker(GRPO())
+    with pytest.raises(ConfigError, match='no critic'): load(save(tmp_path/'plain', plain, 1), worker())
+
+
+SHARED = dict(ppo=PPO(group_size=4, kl=.1, kl_as='reward', reference='initial', epochs=2, minibatches=2, lr=1e-3, critic_lr=1e-3, grad_clip=1e9),
+              kl_reward=GRPO(kl=.5, kl_as='reward', kl_estimator='k1', reference='initial', old='actor', minibatches=2, corrections='sequence_tis', grad_clip=1e9),
+              gspo=GSPO(entropy=.01, kl=.1, reference='initial', old='interpolated', corrections='staleness', grad_clip=1e9), whitened=ReinforcePPBaseline(overlong_filter=True, grad_clip=1e9))
+
+
+def learned(name, ranks):
+    "Two steps, at a rank or alone: the masters, and the last step's figures"
+    w = Spy(SHARED[name], ranks=ranks, micro_tokens=64)
+    w._optimize = lambda: ActorWorker._optimize(w)
+    if w.critic: del w.critic.optimizer.step
+    w.optimizer = torch.optim.SGD(w.masters.masters, lr=.02)
+    for seed in range(2): m = w.step(groups(seed))
+    return torch.cat([x.flatten() for x in w.masters.masters]), {k: v for k, v in m.items() if 'second' not in k and k not in ('tokens_per_s', 'micro_batches', 'padding_waste', 'tokens_computed')}
+
+
+def one_of_two(rank, where, said):
+    from laminar_sdk.training.ranks import Ranks, listen
+    torch.set_num_threads(1)
+    place = listen('127.0.0.1') if rank == 0 else None
+    if place: where.put(place.getsockname()[:2])
+    address = place.getsockname()[:2] if place else where.get(timeout=60)
+    ranks = Ranks(rank, 2).meet('127.0.0.1', address, place, timeout_s=60)
+    said.put((rank, {name: (x.numpy(), m) for name in SHARED for x, m in [learned(name, ranks)]}))
+    ranks.leave()
+
+
+@pytest.mark.timeout(180)
+def test_two_ranks_judge_and_learn_as_one():
+    "Values, distances from the reference, whitening and counts are of the whole step on each rank"
+    import multiprocessing as mp
+    from laminar_sdk.training.ranks import Alone
+    context = mp.get_context('spawn')
+    where, said = context.Queue(), context.Queue()
+    started = [context.Process(target=one_of_two, args=(r, where, said), daemon=True) for r in range(2)]
+    for p in started: p.start()
+    try: both = [x for _, x in sorted((said.get(timeout=120) for _ in range(2)), key=lambda x: x[0])]
+    finally:
+        for p in started: p.join(10), p.kill()
+    for name in SHARED:
+        one, figures = learned(name, Alone())
+        (a, m), (b, _) = (x[name] for x in both)
+        assert np.array_equal(a, b) and np.linalg.norm(a - one.numpy()) <= 1e-6*np.linalg.norm(one.numpy()), name
+        assert m.keys() == figures.keys() and all(m[k] == pytest.approx(figures[k], rel=1e-3, abs=1e-6) for k in m), (name, m, figures)

@@ -196,8 +196,9 @@ async function unpack(buffer) {
 }
 function hear(mine, model, m, buffers) {
   if (m.kind == 'lib') return unpack(buffers[0])
-  if (m.kind == 'all') { mine.s = fresh(); take(mine.s, m.data) }
-  else if (m.kind == 'add') { if (m.data.after != mine.s.seq) return m.data.seq > mine.s.seq && model.send({want: 'all'}); take(mine.s, m.data) }
+  const d = m.kind == 'all' || m.kind == 'add' ? JSON.parse(new TextDecoder().decode(buffers[0])) : null
+  if (m.kind == 'all') { mine.s = fresh(); take(mine.s, d) }
+  else if (m.kind == 'add') { if (d.after != mine.s.seq) return d.seq > mine.s.seq && model.send({want: 'all'}); take(mine.s, d) }
   for (const v of mine.views) m.kind == 'all' || m.kind == 'add' ? v.soon() : v.hear(m)
 }
 function initialize(mine, model) {

@@ -51,7 +51,7 @@ def news(series: Series, records: Iterable[ev.Record]) -> dict[str, Any]:
 
 def everything(series: Series,
                most: int = 2_000, # points of a curve
-               cells: int = 40_000 # points of all lanes
+               cells: int = 20_000 # points of all lanes
               ) -> dict[str, Any]:
     "All that the series holds, thinned to what can be seen"
     few = lambda rows, n=most: thin(rows, rows, n)[0]
@@ -95,8 +95,9 @@ class LiveView:
 
     def _json(self, data: dict) -> str: return msgspec.json.encode(data).decode()
 
-    def _send(self, kind: str, data: dict | None = None, buffers: list | None = None, **more):
-        self.widget.send(dict(kind=kind, **more) | ({} if data is None else dict(data=msgspec.json.decode(msgspec.json.encode(data)))), buffers)
+    def _send(self, kind: str, data: dict | None = None, buffers: list | None = None):
+        "Data goes as one block of JSON, which a NaN does not spoil"
+        self.widget.send(dict(kind=kind), buffers if data is None else [msgspec.json.encode(data)])
 
     def add(self, records: Iterable[ev.Record]):
         "Records that are new, from any thread"

@@ -246,7 +246,8 @@ def _judge(self: RolloutManager, step: int, metrics: dict[str, float]) -> list[C
         self.barren = 0
         return []
     self.barren += not metrics.get('updates')
-    said = [Tell(ev.Notice('warning', f"step {step}: {metrics['skipped']:.0f} updates skipped, loss or gradients were not finite", 'actor/0'))]
+    where = f'; its trajectories are in faults/step-{step:06d}.parquet of the run directory' if metrics.get('saved') else ''
+    said = [Tell(ev.Notice('warning', f"step {step}: {metrics['skipped']:.0f} updates skipped, loss or gradients were not finite{where}", 'actor/0'))]
     if self.barren < BARREN: return said
     text = f'no update for {self.barren} steps in a row: the run is paused; look at rewards and learning rate'
     return said + [Tell(ev.Notice('error', text, 'actor/0'))] + self._set_paused(True)

@@ -29,7 +29,7 @@ def tensors_of(worker: ActorWorker) -> dict[str, dict[str, Tensor]]: # file → 
     rng = {'cpu': torch.get_rng_state()} | ({'cuda': torch.cuda.get_rng_state(worker.device)} if worker.device.type == 'cuda' else {})
     return {'masters': dict(zip(m.names, m.masters)),
             'optimizer': {f'{key}.{name}': x for name, master in zip(m.names, m.masters) for key, x in state.get(master, {}).items()},
-            'rng': rng}
+            'rng': rng} | (worker.critic.tensors() if worker.critic else {})
 
 def restore(worker: ActorWorker,
             tensors: Mapping[str, Mapping[str, Tensor]], # as `tensors_of` made them
@@ -46,6 +46,7 @@ def restore(worker: ActorWorker,
     torch.set_rng_state(tensors['rng']['cpu'])
     if 'cuda' in tensors['rng'] and worker.device.type == 'cuda': torch.cuda.set_rng_state(tensors['rng']['cuda'], worker.device)
     worker.updates, worker.rng.bit_generator.state = counters['updates'], counters['rng']
+    if worker.critic: worker.critic.restore(tensors)
     m.clear(); m.round_()
 
 # %% ../../nbs/training/03_checkpoint.ipynb #193d9336
@@ -166,7 +167,10 @@ def load(checkpoint: str | Path,
     "Check a checkpoint and bring a worker to its state"
     folder = Path(checkpoint)
     manifest = check(folder)
-    tensors = {name: load_file(folder/f'{name}.safetensors') for name in ('masters', 'optimizer', 'rng')}
+    names = ('masters', 'optimizer', 'rng', *(('critic', 'critic_optimizer') if worker.critic else ()))
+    if gone := [n for n in names if not (folder/f'{n}.safetensors').exists()]:
+        raise ConfigError(f'checkpoint {folder.name} has no {" and no ".join(gone)}', 'resume with the algorithm that the run began with, or start a new run')
+    tensors = {name: load_file(folder/f'{name}.safetensors') for name in names}
     _same_model(folder, tensors['masters'], dict(zip(worker.masters.names, worker.masters.masters)))
     restore(worker, tensors, manifest['counters'])
     return manifest

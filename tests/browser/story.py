@@ -2,11 +2,10 @@
 
 It runs in the kernel of the notebook that watches it.
 """
-import asyncio, json, random, threading, time
+import asyncio, random, threading, time
 from pathlib import Path
 
 from laminar_sdk.core import events as ev
-from laminar_sdk.notebook.digest import digest
 
 FIGURES = {k: .1 for k in ('loss entropy kl_k1 kl_k3 grad_norm logprob_gap_mean logprob_gap_max clip_fraction_low clip_fraction_high ratio_mean ratio_max reward lr seconds wait_s '
                            'publish_stall_s memcpy_s gen_tokens_per_s tokens_per_s staleness_mean reward_std padding_waste').split()}
@@ -66,8 +65,4 @@ class Live:
     def status(self): return dict(steps=100_000)
     def events(self, since, max_items=1000, wait_s=0.): return ev.decode_records(self._ask(self.tape.since(since, max_items, wait_s)))
 
-    def glance(self):
-        import msgspec
-        from laminar_sdk.data.recorder import read
-        self.tape.flush()
-        return ev.decode_records(msgspec.msgpack.encode(digest(read(self.folder/'run'))))
+    def glance(self): return ev.decode_records(self._ask(self.tape.glance()))
