@@ -1,5 +1,5 @@
 # `make` alone lists the targets. Each does its own set-up, and each may be run again.
-.PHONY: help demo test test-long lab venv lock text sync nb readme check style
+.PHONY: help demo test test-browser test-long lab venv lock text sync nb readme check style
 PY := .venv/bin/python
 
 help: ## this list
@@ -10,6 +10,10 @@ demo: venv ## a small model learns arithmetic: ARGS="--seed 1", or any other opt
 
 test: ## everything CI runs: ARGS="-k relay" goes to pytest
 	@scripts/test.sh $(ARGS)
+
+test-browser: venv ## the live view in JupyterLab and Notebook, driven in Chromium: a part of `make test`
+	@scripts/browser.sh
+	@$(PY) -m pytest tests/browser $(ARGS)
 
 test-long: venv ## the long tests; figures, commit and machine go to results/
 	@$(PY) -m pytest tests -m long --results results $(ARGS)

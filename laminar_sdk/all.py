@@ -7,8 +7,8 @@ __all__ = ['Cluster', 'RelayTier', 'RolloutPool', 'Replicas', 'Trainer', 'Run', 
            'CISPO', 'DAPO', 'DPPO', 'DrGRPO', 'GRPO', 'GSPO', 'PPO', 'RLOO', 'ReinforcePP', 'ReinforcePPBaseline',
            'Eval', 'Repack', 'Reward', 'RunConfig', 'Sampling', 'Trajectory', 'WeightVersion', 'exact_match',
            'format_match', 'length_penalty', 'math_verify', 'Environment', 'Observation', 'Step', 'ToolEnvironment',
-           'GymEnvironment', 'PythonSandbox', 'Limits', 'Calculator', 'calculate', 'LaminarError', 'ClusterError',
-           'ConfigError', 'IntegrityError', 'MissingError', 'ResourceError', 'RunError']
+           'GymEnvironment', 'VerifiersEnvironment', 'PythonSandbox', 'Limits', 'Calculator', 'calculate',
+           'LaminarError', 'ClusterError', 'ConfigError', 'IntegrityError', 'MissingError', 'ResourceError', 'RunError']
 
 # %% ../nbs/99_all.ipynb #572a7ec4
 from .cluster import Cluster
@@ -21,6 +21,7 @@ from .rollout.environment import Environment, Observation, Step
 from .rollout.rewards import exact_match, format_match, length_penalty, math_verify
 from .rollout.sandbox import Limits, PythonSandbox
 from .rollout.tool_env import GymEnvironment, ToolEnvironment, calculate
+from .rollout.verifiers_env import VerifiersEnvironment
 from .rollout_pool import Replicas, RolloutPool
 from .run import Run
 from .trainer import Trainer
@@ -28,6 +29,6 @@ from .trainer import Trainer
 # %% ../nbs/99_all.ipynb #11a6a331
 _all_ = ['Cluster', 'RelayTier', 'RolloutPool', 'Replicas', 'Trainer', 'Run', 'Buffer', 'Curriculum', 'Mixture', 'Algorithm', 'CISPO', 'DAPO', 'DPPO', 'DrGRPO', 'GRPO', 'GSPO', 'PPO', 'RLOO',
          'ReinforcePP', 'ReinforcePPBaseline', 'Eval', 'Repack', 'Reward', 'RunConfig', 'Sampling', 'Trajectory',
-         'WeightVersion', 'exact_match', 'format_match', 'length_penalty', 'math_verify', 'Environment', 'Observation', 'Step', 'ToolEnvironment', 'GymEnvironment',
+         'WeightVersion', 'exact_match', 'format_match', 'length_penalty', 'math_verify', 'Environment', 'Observation', 'Step', 'ToolEnvironment', 'GymEnvironment', 'VerifiersEnvironment',
          'PythonSandbox', 'Limits', 'Calculator', 'calculate', 'LaminarError', 'ClusterError', 'ConfigError',
          'IntegrityError', 'MissingError', 'ResourceError', 'RunError']

@@ -298,14 +298,14 @@ def bench_repack(rollouts: int = typer.Option(32, min=2), trajectories: int = ty
 
 @bench.command('schedules')
 def bench_schedules(scale: str = typer.Option('wide', help='wide: 512 trajectories a step; narrow: 4,096.'), schedules: Optional[str] = typer.Option(None, help='Default: all.'),
-                    steps: Optional[int] = typer.Option(None, min=5, help='That are measured.'), seed: int = 0,
+                    steps: Optional[int] = typer.Option(None, min=5, help='That are measured.'), seeds: str = typer.Option('0', help='The whole table for each.'),
                     quick: bool = typer.Option(False, '--quick', help='A small one, in less than a minute.'), sweep: bool = typer.Option(False, '--sweep', help='Also other values of `every` and of the concurrency.'),
                     world: str = WORLD, as_json: bool = JSON):
     "Every schedule at its best split of 64 GPUs under the same bounds; or (real) the demo task with each."
     from laminar_sdk import bench_schedules as b
     given = {k: v for k, v in dict(schedules=tuple(schedules.split(',')) if schedules else None, steps=steps).items() if v}
-    contest = (b.Quick if quick else b.Contest)(scale, seed=seed, **given)
-    _found(b.real(**given, seed=seed) if world == 'real' else b.bench_schedules(contest, sweep, _world(world)), b.told, as_json)
+    contest = (b.Quick if quick else b.Contest)(scale, seeds=numbers(seeds), **given)
+    _found(b.real(**given, seed=numbers(seeds)[0]) if world == 'real' else b.bench_schedules(contest, sweep, _world(world)), b.told, as_json)
 
 def _world(name: str): # what runs set-ups
     from laminar_sdk.bench_schedules import simulate

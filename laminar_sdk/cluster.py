@@ -16,6 +16,7 @@ from . import embedded
 from .connection import NAMESPACE, dial, find_token, init, log_in, package, resolve, set_auth
 from .core.errors import ClusterError, ConfigError, ResourceError
 from .hosts import Host, Table, hosts_of
+from .notebook.waits import Waiting
 from .probe import check_versions, greet, reach, split
 
 # %% ../nbs/00_cluster.ipynb #b7af1fd1
@@ -119,10 +120,11 @@ def local(cls: Cluster,
     for field_, value, least in ('hosts', hosts, 1), ('cpus', cpus, 0), ('gpus', gpus, 0), ('idle_timeout_s', idle_timeout_s, 1), ('object_store_bytes', object_store_bytes, 75 << 20):
         if value is not None and not (isinstance(value, (int, float)) and value >= least): raise ConfigError(f'{field_}={value!r}', f'must be at least {least}')
     if os.environ.get('RAY_ADDRESS', 'local') != 'local': return cls.attach(os.environ['RAY_ADDRESS'], hosts=hosts)
-    record = embedded.ensure(name, hosts, idle_timeout_s, cpus=cpus, gpus=gpus, port=port, client_port=client_port,
-                             dashboard_port=embedded.free_port() if dashboard else 0, object_store_bytes=object_store_bytes)
-    cluster = cls(record.address, record.token, record, ship=record.root != str(embedded.package_root()), mine=True)
-    cluster.connect()
+    with Waiting(f'the cluster {name!r} comes up'):
+        record = embedded.ensure(name, hosts, idle_timeout_s, cpus=cpus, gpus=gpus, port=port, client_port=client_port,
+                                 dashboard_port=embedded.free_port() if dashboard else 0, object_store_bytes=object_store_bytes)
+        cluster = cls(record.address, record.token, record, ship=record.root != str(embedded.package_root()), mine=True)
+        cluster.connect()
     return cluster
 
 @patch

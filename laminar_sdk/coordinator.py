@@ -19,17 +19,18 @@ from .ending import Ending
 from .lanes import Lanes
 from .folders import choose_folder, describe, newest_model, packed_run
 from .pipeline import Pipeline, Plan, Table
-from .scheduling import commands as cm
 from .scheduling.books import KEYS, MetaRow
 from .scheduling.ledger import Ledger
 from .scheduling.manager import RolloutManager
 from .shells import ENDED, Shell, is_death
 from .supervisor import Supervisor
 from .tier import Tier
+from .metrics import Gauges
+from .trackers import Tracked
 from .watching import Steered, Tally, Watched
 
 # %% ../nbs/23_coordinator.ipynb #c8534105
-class Coordinator(Doing, ToRollouts, ToOthers, Watched, Steered, Ending, Shell):
+class Coordinator(Doing, ToRollouts, ToOthers, Watched, Steered, Tracked, Ending, Shell):
     "The shell around the rollout manager of one run"
 
     def __init__(self, plan: Plan):
@@ -42,6 +43,7 @@ class Coordinator(Doing, ToRollouts, ToOthers, Watched, Steered, Ending, Shell):
         self.dir = RunDir(plan.run_dir).create(describe(plan))
         self.journal = Journal(self.dir.ledger)
         self.tape = Tape(self.dir.events, header(self.config))
+        self.tape.listeners.append(Gauges(self.config.name).saw)
         told = [r.event for r in self.tape.all() if isinstance(r.event, ev.EvalDone)]
         self.evals = {(e.step, e.version) for e in told}
         self.state, self.reason, self.again = 'starting', '', self.journal.rows(MetaRow) != []
@@ -94,6 +96,7 @@ async def _raise(self: Coordinator):
     "Start every child, the slowest first; the manager as soon as the data actor has counted the prompts"
     for child in (children.actor(self), *(children.rollout(self, i) for i in self._wanted()), children.data(self),
                   *(children.relay(self, i) for i in range(len(self.plan.hosts)))): self.supervisor.tend(child)
+    self._begin_tracking()
     both = [asyncio.ensure_future(x.wait()) for x in (self.ready, self.ended)]
     await asyncio.wait(both, return_when='FIRST_COMPLETED')
     for b in both: b.cancel()

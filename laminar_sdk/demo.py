@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SIZES', 'Task', 'arithmetic', 'smollm2', 'choose', 'run_demo', 'own_cluster', 'stopped_by_ctrl_c', 'start', 'summary',
-           'Watch']
+           'occupancy', 'Watch']
 
 # %% ../nbs/07_demo.ipynb #91f8bf8e
 import sys, threading, time
@@ -150,7 +150,19 @@ def summary(run, status: dict) -> dict:
                 gen_tokens_per_s=np.median(column('gen_tokens_per_s')), train_tokens_per_s=np.median(column('tokens_per_s')),
                 publish_stall_s=np.median(column('publish_stall_s')), memcpy_s=np.median(column('memcpy_s')),
                 trajectories=run.counts(), audit=run.audit(), length_median=np.median(column('length_median')), length_p99=np.median(column('length_p99')),
-                first_trajectory_s=status.get('first_scored_s'), run_dir=status['run_dir'], state=status['state'])
+                first_trajectory_s=status.get('first_scored_s'), run_dir=status['run_dir'], state=status['state'],
+                released=sum(len(r.event.source) for r in records if isinstance(r.event, ev.Repacked)), **occupancy(records, rows))
+
+def occupancy(records: list, rows: list[dict]) -> dict: # None where there is too little to say
+    "How busy rollouts and actor were between the first step's end and the last one's"
+    from laminar_sdk.core import events as ev
+    begin, end = (rows[0]['t'], rows[-1]['t']) if len(rows) > 1 else (0., 0.)
+    seen = [r.event.rows() for r in records if isinstance(r.event, ev.PoolSeen) and begin <= r.t <= end]
+    if not any(seen) or end <= begin: return dict.fromkeys(('kv_mean', 'in_flight_mean', 'bubble_fraction', 'trained_per_s'))
+    idle = np.mean([running == 0 for look in seen for _, _, running, _ in look])
+    waits, n = min(1., sum(r['wait_s'] for r in rows[1:]) / (end - begin)), max(map(len, seen)) # of the actor; rollouts
+    return dict(kv_mean=float(np.mean([kv for look in seen for *_, kv in look])), in_flight_mean=float(np.mean([sum(x[2] for x in look) for look in seen])),
+                bubble_fraction=float((n * idle + waits) / (n + 1)), trained_per_s=sum(r['tokens_per_s'] * r['seconds'] for r in rows[1:]) / (end - begin))
 
 # %% ../nbs/07_demo.ipynb #9c64c72a
 class Watch:

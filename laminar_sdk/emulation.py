@@ -14,7 +14,7 @@ import numpy as np
 from fastcore.basics import patch
 
 from .core import events as ev
-from .core.errors import ConfigError, RunError
+from .core.errors import RunError
 from .pipeline import Pipeline
 from .rollout.emulated import EmulatedEngine, long_answer
 from .rollout.knee import modelled

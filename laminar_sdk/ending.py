@@ -24,6 +24,7 @@ class Ending:
             for step in (self._end_children, self._seal, self._last_commit): await self._try(step)
             self.tape.append('run', ev.RunEnded(state, reason))
             for step in (self.tape.flush, lambda: end_mark(self.dir, state, reason)): await self._try(lambda: asyncio.to_thread(step))
+            await self._try(self._untrack)
         finally: self.ended.set()
 
     async def _try(self, step):

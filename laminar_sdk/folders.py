@@ -18,7 +18,7 @@ def describe(plan: Any # `pipeline.Plan`
             ) -> dict:
     "What config.json holds: the config, and what it takes to start the run again"
     return {**plan.config.model_dump(mode='json'), 'launch': plan.launch, 'files': plan.files, 'engines': plan.engines, 'actor': plan.actor,
-            'keep_versions': plan.keep_versions, 'keyframe_every': plan.keyframe_every, 'transport': plan.transport}
+            'keep_versions': plan.keep_versions, 'keyframe_every': plan.keyframe_every, 'transport': plan.transport, 'trackers': plan.trackers}
 
 def end_mark(run_dir: Any, # `RunDir`
              state: str, reason: str = ''):

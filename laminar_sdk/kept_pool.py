@@ -9,6 +9,7 @@ __all__ = ['living', 'placed', 'borrower', 'start', 'close']
 from typing import Any
 
 from .core.errors import ConfigError, RunError
+from .notebook.waits import Waiting
 from .rollout_pool import RolloutPool, RolloutShell
 from .shells import actor_name, end, find, names, spawn
 
@@ -50,9 +51,11 @@ def start(pool: RolloutPool,
             if i not in there: new.append(name := actor_name(pool.family, 'rollout', i))
             args = (i, placed[i], pool.model, pool.engine(i), pool.max_model_len, 0)
             if i not in there: there[i] = spawn(RolloutShell, *args, name=name, host=hosts[placed[i]].options(num_gpus=pool.engine(i)['gpus']))
-        for i, handle in sorted(there.items()):
-            seconds = ray.get(handle.start.remote())['seconds']
-            if show: print(f'rollout/{i} is up; it took {seconds:.0f} s')
+        with Waiting(f'{len(new)} engines load the model') as waiting:
+            for n, (i, handle) in enumerate(sorted(there.items())):
+                waiting.step(n, len(there))
+                seconds = ray.get(handle.start.remote())['seconds']
+                if show: print(f'rollout/{i} is up; it took {seconds:.0f} s')
     except BaseException: # also Ctrl-C: what was there before stays
         end(new)
         raise

@@ -12,6 +12,7 @@ from typing import Any
 
 from .core.config import Reward, RunConfig
 from .core.errors import ConfigError, RunError
+from .notebook.waits import Waiting
 from .pipeline import Plan
 from .shells import actor_name, end, find, names, spawn
 
@@ -22,7 +23,8 @@ class Launch:
     "One start of a run"
 
     def __init__(self, trainer, pool, config: RunConfig, rewards: list, prompts, held_out, template, ship, resume: str, run_dir: str | None,
-                 environment: Any = None):
+                 environment: Any = None, trackers: dict[str, dict] = {}):
+        self.trackers = trackers
         self.trainer, self.pool, self.config, self.rewards, self.prompts = trainer, pool, config, rewards, prompts
         self.held_out, self.template, self.ship, self.resume, self.run_dir, self.environment = held_out, template, ship, resume, run_dir, environment
 
@@ -34,14 +36,17 @@ class Launch:
         self.trainer.cluster.connect()
         self.refuse_live()
         plan = self.plan(files)
+        with Waiting(f'the run {self.config.name!r} is begun'): self._begin(plan, files)
+        run = Run(self.trainer.cluster, self.config.name)
+        self.say_where(run)
+        return run
+
+    def _begin(self, plan, files):
         coordinator = raise_coordinator(plan)
         try: hand_over(coordinator, files)
         except BaseException: # also Ctrl-C: nothing may stay behind
             end(names(f'{self.config.name}/'))
             raise
-        run = Run(self.trainer.cluster, self.config.name)
-        self.say_where(run)
-        return run
 
     def say_where(self, run):
         "In which directory, if that is not the obvious one"
@@ -144,7 +149,7 @@ def plan(self: Launch, files: dict[str, bytes]) -> Plan:
     return Plan(config=self.config, run_dir=str(folder), hosts=hosts, engines=pool.engines,
                 rollout_hosts=placed(pool, trainer.gpus), pool=pool.family, actor=dict(threads=trainer.threads, gpus=trainer.gpus),
                 keep_versions=trainer.relays.keep, keyframe_every=trainer.relays.keyframe_every, transport=trainer.relays.transport,
-                secret=secrets.token_bytes(32), launch=secrets.token_hex(8), resume=self.resume,
+                secret=secrets.token_bytes(32), launch=secrets.token_hex(8), resume=self.resume, trackers=self.trackers,
                 files={p: hashlib.sha256(b).hexdigest() for p, b in files.items() if p.startswith('prompts')} | functions)
 
 # %% ../nbs/05_launch.ipynb #56d92a58
@@ -184,7 +189,7 @@ def relaunch(cluster: Any, # `Cluster`
     placed = place(cluster.hosts, there['engines'], config.rollouts, there['actor'].get('gpus', 0))
     plan = Plan(config, str(Path(path).absolute()), cluster.hosts, there['engines'], placed, actor=there['actor'],
                 keep_versions=there['keep_versions'], keyframe_every=there.get('keyframe_every', 50), transport=there.get('transport', 'tcp'),
-                secret=secrets.token_bytes(32), launch=secrets.token_hex(8), files=there['files'])
+                secret=secrets.token_bytes(32), launch=secrets.token_hex(8), files=there['files'], trackers=there.get('trackers', {}))
     coordinator = raise_coordinator(plan)
     try: ray.get(coordinator.begin.remote(), timeout=60)
     except BaseException:

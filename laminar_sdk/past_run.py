@@ -27,6 +27,18 @@ class PastRun(Readable):
 
     def __repr__(self): return f'PastRun({self.name!r}, {str(self.dir.path)!r})'
 
+    def _repr_html_(self):
+        from laminar_sdk.notebook.charts import Series
+        from laminar_sdk.notebook.facts import Bar, facts
+        from laminar_sdk.notebook.svg import sparks
+        series = Series()
+        for r in self.glance(): series.on(r)
+        step = series.steps[-1]['step'] if series.steps else 0
+        held_out = f'{series.evals[-1].accuracy:.3f}' if series.evals else None
+        return facts('Run', f'{self.name}: {series.state}', step=Bar(step, self.config.get('steps', step)), seconds=round(series.t), held_out=held_out,
+                     repacks=len(series.lanes.plans), model=self.config.get('model'),
+                     directory=self.dir.path) + sparks(series)
+
     def events(self, since: int = 0, max_items: int = 1 << 40, wait_s: float = 0.) -> list[ev.Record]:
         "Observations, as `Run.events` gives them; there is nothing to wait for"
         from itertools import islice

@@ -34,6 +34,7 @@ class Plan:
     launch: str = '' # id of this start: a coordinator that Ray restarts knows its own directory by it
     resume: str = 'auto'
     files: dict[str, str] = field(default_factory=dict) # hashes of the prompts, by path
+    trackers: dict[str, dict] = field(default_factory=dict) # accelerate's, with their own arguments
     trust_s: float = 60. # silence after which a rollout counts as hung
     linger_s: float = 600. # how long a finished run stays, for questions; afterwards its directory answers
 

@@ -9,6 +9,7 @@ __all__ = ['Readable', 'rows_of', 'reading_of']
 from typing import Any
 
 from .core.errors import MissingError
+from .notebook.trajectory import Reading, Readings, brief, reading
 
 # %% ../nbs/06b_readable.ipynb #34cffc82
 class Readable:
@@ -17,26 +18,22 @@ class Readable:
     def browse(self, last: int = 200 # newest scored trajectories
               ): # `Readings`
         "The newest answers as a table"
-        from laminar_sdk.notebook.trajectory import Readings
         return Readings(self._rows(last, None), f'newest answers of {self.name!r}')
 
     def group(self, group: int): # `Readings`
         "The samples of one prompt"
-        from laminar_sdk.notebook.trajectory import Readings
-        if not (rows := self._rows(5_000, group)): raise MissingError(f'no answer of group {group} is among the newest 5,000 of {self.name!r}', 'browse() has the newest; trajectories() all')
+        if not (rows := self._rows(5_000, group)): raise MissingError(f'no answer of group {group} is among the newest 5,000 of {self.name!r}',
+                                                                      'browse() has the newest; trajectories() all')
         return Readings(rows, f'group {group}')
 
     def trajectory(self, id: int): # `Reading`
         "One answer, to be read"
-        from laminar_sdk.notebook.trajectory import Reading
         return Reading(self._reading(id))
 
 def rows_of(store: Any, # `TrajectoryStore`
             decode: Any, last: int, group: int | None) -> list[dict]:
     "Rows of a table, oldest first"
-    from laminar_sdk.notebook.trajectory import brief
     return [brief(t, decode) for t in store.last(last) if group is None or t.group_id == group]
 
 def reading_of(store: Any, decode: Any, id: int) -> dict:
-    from laminar_sdk.notebook.trajectory import reading
     return reading(store.fetch([id])[0], decode)

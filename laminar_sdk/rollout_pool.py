@@ -93,7 +93,7 @@ class RolloutPool:
                  model: str, # a local folder or a hub name
                  relays: Any, # `RelayTier`
                  *,
-                 replicas: int | list[Replicas] = 1, # how many engines; or how many of each kind
+                 replicas: int | list = 1, # how many engines; or a list of `Replicas`, how many of each kind
                  tensor_parallel: int = 1, # GPUs of one engine
                  max_model_len: int | None = None, # tokens of prompt and response; None: 1024, or what the model was made for if that is less
                  max_running: int = 64, # trajectories that one engine runs at once (B)
@@ -109,9 +109,9 @@ class RolloutPool:
         if max_model_len is not None: _whole(max_model_len=max_model_len)
         self.cluster, self.model, self.relays, self.repack, self.keep = cluster, str(model), relays, repack, keep
         self.of_kind, self.max_model_len = as_replicas(replicas), max_model_len or _length(self.model)
-        own = dict(tensor_parallel=tensor_parallel, max_running=max_running, kv_cache_bytes=kv_cache_bytes, gpu_memory=gpu_memory, threads=threads, **engine_options)
+        own = dict(tensor_parallel=tensor_parallel, max_running=max_running, kv_cache_bytes=kv_cache_bytes, gpu_memory=gpu_memory, threads=threads)
         on_gpus = sum(h.gpus for h in cluster.hosts) > 0
-        self.engines = [dict(name=r.name, gpu=r.gpu) | _engine(engine, on_gpus, **own | r.different) for r in self.of_kind]
+        self.engines = [dict(name=r.name, gpu=r.gpu) | _engine(engine, on_gpus, **own | engine_options | r.different) for r in self.of_kind]
 
     @property
     def replicas(self) -> int: return sum(r.n for r in self.of_kind)
@@ -153,7 +153,10 @@ class RolloutPool:
             f"up to {self.engines[0]['max_num_seqs']} trajectories each"
         return f"RolloutPool({self.replicas} {what}, model={self.model!r}, {each}{', kept' if self.keep else ''})"
 
-    def _repr_html_(self): return f'<pre>{self!r}</pre>'
+    def _repr_html_(self):
+        from laminar_sdk.notebook.facts import facts
+        each = '; '.join(f"{r.n} × {r.name}: " * bool(self.kinds) + f"{e['kind']}, up to {e['max_num_seqs']} trajectories at once" for r, e in zip(self.of_kind, self.engines))
+        return facts('RolloutPool', 'kept between runs' if self.keep else 'a description; the run starts it', model=self.model, rollouts=self.replicas, engines=each, tokens_at_most=self.max_model_len)
 
 # %% ../nbs/03_rollout_pool.ipynb #4c941667
 def _whole(**numbers):
@@ -210,7 +213,8 @@ class RolloutShell(Shell):
         if self.started is None: self.started = asyncio.create_task(self._start())
         await asyncio.shield(self.started)
         e = self.engine
-        return dict(capacity=e.capacity, batch=self.knees.batch, kv_max=self.knees.kv_max, kv_tokens=e.stats().kv_tokens, seconds=self.took, pids=e.pids(), host=self.host, run=self.run)
+        return dict(capacity=e.capacity, batch=self.knees.batch, kv_max=self.knees.kv_max, kv_tokens=e.stats().kv_tokens, seconds=self.took, pids=e.pids(),
+                    host=self.host, run=self.run)
 
     async def _start(self):
         self.engine = make_engine(*self.spec)

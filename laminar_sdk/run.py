@@ -84,10 +84,14 @@ class Run(Readable):
     def __repr__(self): return f'Run({self.name!r})'
 
     def _repr_html_(self):
-        from html import escape
+        from laminar_sdk.notebook.facts import Bar, facts
+        from laminar_sdk.notebook.waits import bars
         try: s = self.status()
-        except (MissingError, ClusterError): return f'<b>Run</b> {escape(self.name)}: over{escape(self.run_dir and f", its directory is {self.run_dir}")}'
-        return f"<b>Run</b> {escape(self.name)}: {s['state']}, step {s['step']} of {s['steps']}, {s['t']:.0f} s, in {escape(s['run_dir'])}"
+        except (MissingError, ClusterError): return facts('Run', f'{self.name}: over', directory=self.run_dir or None)
+        m = s['manager']
+        counts = ', '.join(f'{n:,} {state}' for state, n in m['counts']['train'].items() if n) if m else None
+        return facts('Run', f"{self.name}: {s['state']} {s['reason']}", step=Bar(s['step'], s['steps']), seconds=round(s['t']), trajectories=counts, rollouts=len(m.get('rollouts', {})) or None,
+                     newest_version=m.get('newest_version'), repack=f"every {m['repack']['every']:g} s" if m and m['repack']['on'] else None, learning_rate=m.get('lr'), directory=s['run_dir']) + bars(s)
 
 # %% ../nbs/06_run.ipynb #bcfda2d9
 @patch
@@ -138,10 +142,12 @@ def set(self: Run, *,
 def checkpoint(self: Run,
                timeout_s: float = 300.) -> int: # the step that is saved
     "Write a durable checkpoint as soon as the actor is between two steps, also in a pause, and wait until it is there"
+    from laminar_sdk.notebook.waits import Waiting
     step, deadline = self._ask('checkpoint'), time.monotonic() + timeout_s
-    while (saved := self.status()['manager'].get('checkpointed', 0)) < step:
-        if time.monotonic() > deadline: raise RunError(f'no checkpoint of step {step} within {timeout_s:.0f} s', 'the actor is in a long step, or away: see run.dashboard(); ask again')
-        time.sleep(.2)
+    with Waiting(f'a checkpoint of step {step}'):
+        while (saved := self.status()['manager'].get('checkpointed', 0)) < step:
+            if time.monotonic() > deadline: raise RunError(f'no checkpoint of step {step} within {timeout_s:.0f} s', 'the actor is in a long step, or away: see run.dashboard(); ask again')
+            time.sleep(.2)
     return saved
 
 @patch
@@ -373,10 +379,15 @@ def _unpack(blob: bytes, # a tar file
 def save_model(self: Run, out: str # folder to write
               ) -> Path:
     "The newest checkpoint as a Hugging Face folder"
-    return _unpack(self._ask('export_model', timeout_s=600.), out)
+    return _unpack(self._waited('export_model', 'the model is made and sent'), out)
 
 @patch
 def download(self: Run, out: str # folder to write
             ) -> Path:
     "A consistent snapshot of the run directory, for `Run.load`"
-    return _unpack(self._ask('snapshot', timeout_s=600.), out)
+    return _unpack(self._waited('snapshot', 'the run directory is packed and sent'), out)
+
+@patch
+def _waited(self: Run, method: str, what: str) -> bytes:
+    from laminar_sdk.notebook.waits import Waiting
+    with Waiting(what): return self._ask(method, timeout_s=600.)

@@ -25,6 +25,7 @@ class Tape:
         self.recorder, self.news, self.closed = Recorder(folder, header), asyncio.Event(), False
         last = self.recorder.since(max(self.recorder.seq('run') - 1, 0))
         self.zero = time.monotonic() - (last[-1].t if last else 0.) # after a restart the clock goes on
+        self.listeners = [] # (event) -> None, for what is said on stream `run`
         self.digest = None # made when it is first asked for, and kept up from then on
 
     def now(self) -> float:
@@ -36,6 +37,7 @@ class Tape:
         record = self.recorder.record(stream, event, self.now())
         if stream == 'run':
             self.news.set()
+            for hear in self.listeners: hear(event)
             if self.digest is not None: self.digest.add(record)
         return record
 

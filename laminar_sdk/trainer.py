@@ -37,7 +37,9 @@ class Trainer:
         self.gpus = gpus if gpus is not None else int(cluster.hosts[0].gpus >= 1)
 
     def __repr__(self): return f'Trainer(model={self.model!r}, algorithm={self.algorithm!r})'
-    def _repr_html_(self): return f'<pre>{self!r}</pre>'
+    def _repr_html_(self):
+        from laminar_sdk.notebook.facts import facts
+        return facts('Trainer', 'a description; `fit` starts it', model=self.model, **{k: v for k, v in self.algorithm if v is not None}, gpus=self.gpus, threads=self.threads)
 
 # %% ../nbs/04_trainer.ipynb #d4905783
 class ActorShell(Shell):
@@ -194,10 +196,12 @@ def fit(self: Trainer,
         colocated: bool = False, # with schedule='sync': rollouts make room for the actor while it steps
         template: str | None = None, # makes the prompt from other columns: "{question}\nAnswer:"
         environment: Any = None, # an `Environment`: answers of several turns, with tools
-        ship: list = () # modules beside the notebook that the reward functions and the environment use
+        ship: list = (), # modules beside the notebook that the reward functions and the environment use
+        trackers: Any = None # accelerate's: ['tensorboard', …], or a dict with their own arguments
        ): # a `Run`
     "Start training and return at once"
     from laminar_sdk.launch import Launch
+    from laminar_sdk.trackers import checked
     if isinstance(sampling, dict): sampling = Sampling(**sampling)
     rewards, spec = _judges(reward, environment), describe(environment) if environment is not None else None
     for s in (sampling, (eval or Eval()).sampling):
@@ -205,10 +209,11 @@ def fit(self: Trainer,
     config = RunConfig(name=name, model=self.model, steps=steps, prompts_per_step=prompts_per_step, algorithm=self.algorithm,
                        sampling=for_training(sampling), schedule=schedule, max_staleness=max_staleness, max_groups=max_groups, max_in_flight=max_in_flight,
                        colocated=colocated, repack=pool.repack or Repack(),
-                       buffer=buffer or Buffer(), mixture=_bare(as_mixture(prompts), prompts={}), eval=_bare(eval or Eval(), prompts=None), checkpoint_every=checkpoint, publish_dtype=self.relays.publish_dtype,
+                       buffer=buffer or Buffer(), mixture=_bare(as_mixture(prompts), prompts={}), eval=_bare(eval or Eval(), prompts=None),
+                       checkpoint_every=checkpoint, publish_dtype=self.relays.publish_dtype,
                        environment=spec.name if spec else '', replicas=pool.replicas, kinds=pool.kinds, max_model_len=pool.max_model_len, seed=seed)
     if pool.model != self.model: raise ConfigError(f'the pool serves {pool.model!r}, the trainer trains {self.model!r}', 'pass the same model to both')
-    return Launch(self, pool, config, rewards, prompts, eval and eval.prompts, template, list(ship), resume, run_dir, environment).start()
+    return Launch(self, pool, config, rewards, prompts, eval and eval.prompts, template, list(ship), resume, run_dir, environment, checked(trackers)).start()
 
 def _bare(config: Any, **without) -> Any:
     "A config without the data that goes its own way to the run directory"

@@ -24,6 +24,7 @@ step install scripts/venv.sh
 ((!${#failed[@]})) || exit 1
 step check make --silent check
 step style make --silent style
+step browser scripts/browser.sh
 step notebooks notebooks
 step tutorials tutorials
 [[ ${CI:-} == true ]] && set -- --long-sample 0.05 "$@"

@@ -51,6 +51,7 @@ class World:
         self.checkpoints, self.lineage, self.ended, self.evals = [0], {}, None, []
         self.log, self.uncommitted = [], []
         self.tokens, self.pins, self.said = {}, set(), Counter()
+        self.early, self.forecast = {}, [] # groups that the actor was shown before its batch, by incarnation and step; whether they were in it
         for r in self.life: self.after(self.rng.uniform(0, 2), self.join, r, 0)
         self.after(1., self.actor_up, 0)
         self.after(1., self.tick)
@@ -249,8 +250,13 @@ class World:
     def ask(self, incarnation):
         if incarnation == self.incarnation and not self.busy: self.feed(ev.BatchAsked(incarnation, self.actor_at + 1))
 
+    def do_GiveEarly(self, c):
+        assert self.manager.dispatch.schedule.early and c.groups
+        self.early.setdefault((c.incarnation, c.step), set()).update(c.groups)
+
     def do_GiveBatch(self, c):
         if c.incarnation != self.incarnation or self.busy: return
+        self.forecast.append(self.early.get((c.incarnation, c.step), set()) <= set(c.groups))
         assert c.step == self.actor_at + 1
         kept = [r for (t, *_), r in self.journal.rows.items() if t.__name__ == 'GroupRow' and r.id in c.groups]
         assert all(r.state in ('sampled', 'trained') and r.step == c.step for r in kept), 'given out before it was written down'

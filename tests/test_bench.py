@@ -95,6 +95,24 @@ def test_delta():
     assert 'MB of memory' in said.splitlines()[0]
 
 
+LEARN = {'actor_tokens_per_s', 'bare_tokens_per_s', 'ratio', 'padding_waste', 'logprob_gap_max', 'logprob_gap_mean', 'ranks_equal'}
+
+@pytest.mark.timeout(60)
+def test_learn():
+    found, said = bench('learn', '--no-engine', '--no-ranks', '--repeat', 2)
+    assert found.keys() >= LEARN and found['ratio'] > .7 and found['padding_waste'] <= .05 and found['ranks_equal'] is None and 'learn 2/2' in said
+    found, _ = bench('learn', '--model', 'gpt', check=2)
+    assert 'demo or smollm2' in found['remedy']
+
+
+@pytest.mark.long
+@pytest.mark.engine
+def test_learn_in_full(figures):
+    found, _ = bench('learn')
+    figures.update({k: found[k] for k in LEARN})
+    assert found['ratio'] >= .85 and found['padding_waste'] <= .05 and found['logprob_gap_max'] <= 1e-3 and found['logprob_gap_mean'] <= 1e-5 and found['ranks_equal'] is True
+
+
 ROW = {'schedule', 'repack', 'gen_tokens_per_s', 'train_tokens_per_s', 'kv_mean', 'staleness_mean', 'staleness_max', 'moves', 'released', 'bubble_fraction',
        'in_flight_mean', 'pull_wait_s', 'reprefill_tokens', 'interval', 'cap', 'rollouts'}
 
@@ -108,6 +126,17 @@ def test_schedules():
     assert rows[0]['released'] and rows[0]['train_tokens_per_s'] > rows[2]['train_tokens_per_s'] and min(r['laminar_ratio'] for r in rows) == 1
     found, _ = bench('schedules', '--scale', 'huge', check=2)
     assert 'huge' in found['error'] and 'wide, narrow' in found['remedy']
+
+
+@pytest.mark.timeout(120)
+def test_schedules_emulated():
+    "Real workers, relay, journal: the same table, and every row says what it is"
+    found, said = bench('schedules', '--quick', '--world', 'emulated', '--schedules', 'laminar,sync,stream', '--steps', 5)
+    rows = found['rows']
+    assert found['world'] == 'emulated' and said.count('EMULATED') == len(rows) == 4
+    assert all(r.keys() >= ROW | {'speed', 'cpu_share', 'late_s'} and r['world'] == 'emulated' and r['staleness_max'] <= 4 and 0 <= r['bubble_fraction'] < 1 for r in rows)
+    assert rows[2]['colocated'] and all(r['cpu_share'] < .5 < r['speed'] for r in rows), 'waiting takes no time, and control little'
+    assert [(r['schedule'], r['ratio'] > 1) for r in found['ratios']] == [('sync', True), ('stream', True)]
 
 
 @pytest.mark.timeout(120)

@@ -111,3 +111,25 @@ def test_gsm8k(tmp_path, shared_data):
     first = json.loads(gzip.open(shared_data/'gsm8k_train_short.jsonl.gz', 'rt').readline())
     assert store.row(0) == {'prompt': [dict(role='user', content=first['q'])], **first}
     assert sum(len(t) for t in tables(shared_data/'gsm8k_test.jsonl')) == sum(1 for _ in open(shared_data/'gsm8k_test.jsonl'))
+
+
+def test_several_sources_know_their_rows_also_after_long_prompts_were_skipped(tmp_path):
+    from laminar_sdk.core.config import Mixture
+    rows = {'b': [dict(prompt='x' * n, level=n) for n in (1, 9, 2)], 'a': (dict(prompt='y', answer='1') for _ in range(2))} # a generator: seen once
+    store = PromptStore(tmp_path).write(rows)
+    ready = store.tokenize(Chars(), max_model_len=8)
+    assert ready.usable.tolist() == [0, 2, 3, 4] and store.sources(ready.usable) == dict(b=2, a=2) and list(store.sources([])) == ['b', 'a']
+    assert [r['source'] for r in store.rows(range(5))] == ['b'] * 3 + ['a'] * 2 and store.row(4)['answer'] == '1' and store.row(4)['level'] is None
+    assert PromptStore(tmp_path).sources([1, 4]) == dict(b=1, a=1) # another process
+    one = PromptStore(tmp_path, 'own').write([dict(prompt='a', source='web')]) # a column of that name alone makes no mixture
+    assert one.sources([0]) == {}
+    explicit = PromptStore(tmp_path, 'splits').write(Mixture({'train': [dict(prompt='a')], 'test': [dict(prompt='b')]}))
+    assert explicit.sources([0, 1]) == dict(train=1, test=1)
+
+
+def test_a_data_set_with_all_its_splits_is_no_mixture(tmp_path):
+    import datasets
+    splits = datasets.DatasetDict(easy=datasets.Dataset.from_list([dict(prompt='a')]))
+    for bad, says in ((splits, 'splits'), ({'train': [dict(prompt='a')]}, 'splits'), ({'a': [dict(prompt='a', source='web')]}, 'of its own'), ({'a': []}, "'a' has no rows"),
+                      ({'a': ['text']}, 'a prompt is a dict')):
+        with pytest.raises(ConfigError, match=says): PromptStore(tmp_path).write(bad)

@@ -117,7 +117,7 @@ class World:
             what = self.rng.random()
             if self.left and what < .5: await self.move()
             elif what < .6 and len(self.workers) < 8: await self.kill_rollout()
-            elif what < .68 and time.monotonic() - killed > 2: # three starts in a row that are killed are given up, rightly
+            elif what < .68 and time.monotonic() - killed > .2: # often enough that starts are hit, several in a row
                 self.kill_process()
                 killed = time.monotonic()
         for i in self.alive: await self.workers[i].stop()

@@ -245,6 +245,16 @@ def test_a_load_ends_what_is_in_flight(world):
     check(world.b, LONG, run(world, ask(world, LONG)))
 
 
+def test_its_knees_are_measured(world):
+    "B and C_max in some two seconds, and nothing of the probe is left; an answer that no token ends has its whole length"
+    from laminar_sdk.rollout.knee import ROOM, probe, step_s
+    batch, kv_max = run(world, probe(world.engine))
+    assert 1 <= batch <= 64 and 0 < kv_max <= ROOM and world.engine.stats().kv_used == 0, (batch, kv_max)
+    assert run(world, step_s(world.engine, 1)) < run(world, step_s(world.engine, 64)), 'sixty-four in a step take longer than one'
+    endless = run(world, ask(world, [5], 100, endless=True))
+    assert (len(endless.ids), endless.finish) == (100, 'length')
+
+
 def test_a_worker_on_a_real_engine(world):
     "Two waves, two versions, pulled in between; what arrives is what transformers computes"
     reports = []
@@ -425,6 +435,19 @@ def test_killed(world, figures):
         return took
     figures['seconds_to_notice'] = took = run(world, go())
     assert took < 2
+
+
+def test_a_load_that_takes_too_long_ends_its_engine():
+    "A relay that accepts and then says nothing would hold its rollout for ever"
+    from laminar_sdk.rollout.vllm_engine import VLLMEngine
+    killed = []
+    async def go():
+        engine = VLLMEngine('m', load_timeout_s=.05)
+        engine.cores, engine.died = [SimpleNamespace(pid=7, is_alive=lambda: True, kill=lambda: killed.append(7))], asyncio.get_running_loop().create_future()
+        with pytest.raises(EngineDead, match='0 s were not enough'): await engine._while_alive(asyncio.sleep(99), 'version 3 was being loaded')
+        assert await engine._while_alive(asyncio.sleep(0, 'done'), 'nothing') == 'done'
+    asyncio.run(go())
+    assert killed == [7]
 
 
 def test_no_model():

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from laminar_sdk.core import events as ev
-from laminar_sdk.core.config import GRPO, Eval, Reward, Sampling
+from laminar_sdk.core.config import GRPO, Buffer, Curriculum, Eval, Mixture, Reward, Sampling
 from laminar_sdk.core.errors import ConfigError, MissingError, RunError
+from laminar_sdk.past_run import PastRun
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 STEPS, P, G = 4, 2, 2
@@ -30,14 +31,14 @@ def length(completions, **kw): return [len(c) / 100 for c in completions]
 
 
 def start(cluster, model, folder, name, reward=length, steps=STEPS, n=P, group=G, replicas=2, eval=None, prompts=None, sampling=Sampling(max_tokens=40),
-          engine={}, repack=None, **fit):
+          engine={}, repack=None, algorithm={}, **fit):
     from laminar_sdk.relay_tier import RelayTier
     from laminar_sdk.rollout_pool import RolloutPool
     from laminar_sdk.trainer import Trainer
     relays = RelayTier(cluster, keep=4)
     pool = RolloutPool(cluster, model, relays, replicas=replicas, max_model_len=64, max_running=8, engine='emulated', repack=repack,
                        **({'step_s': .005} | engine))
-    trainer = Trainer(cluster, model, relays, GRPO(group_size=group, lr=1e-3))
+    trainer = Trainer(cluster, model, relays, GRPO(group_size=group, lr=1e-3, **algorithm))
     rows = prompts or [dict(prompt=f'{a}+{b}=', answer=str(a + b)) for a in range(5) for b in range(5)]
     return trainer.fit(pool, rows, reward, name=name, steps=steps, prompts_per_step=n, sampling=sampling, eval=eval, checkpoint=2,
                        run_dir=str(folder/name), **fit)
@@ -92,6 +93,27 @@ def test_to_the_end(cluster, model, tmp_path):
     row = run.trajectories(4)[0]
     assert row['prompt'][1] == '+' and len(row['response']) >= len(row['response_ids']) - 1 and isinstance(row['reward'], float) and row['answer'] is not None
     with pytest.raises(MissingError, match=s['run_dir']): run.status()
+
+
+def parity(completions, source, **kw):
+    "Of one source all answers are the same, of the other they differ"
+    return [float(s == 'other' and i % 2) for i, s in enumerate(source)]
+
+def test_sources_sets_groups_that_teach_nothing_and_a_coordinator_that_dies(cluster, model, tmp_path):
+    "Prompts of two sources, of which one yields nothing; two held-out sets; an order of the buffer; and kill -9 in the middle"
+    rows = {s: [dict(prompt=f'{a}+{b}=', answer=str(a + b)) for b in range(5)] for a, s in enumerate(('dull', 'other'))}
+    run = start(cluster, model, tmp_path, 'mixed', reward=parity, steps=6, algorithm=dict(dynamic_sampling=True, refill_most=3), engine=dict(step_s=.01),
+                prompts=Mixture(rows, weights=dict(dull=1, other=1), curriculum=Curriculum(window=4)), buffer=Buffer(order='priority', priority='std(rewards) - staleness'),
+                eval=Eval(prompts={k: v[:2] for k, v in rows.items()}, samples=2, k=(1, 2), sampling=Sampling(max_tokens=20)))
+    os.kill(running(run, 2)['pid'], signal.SIGKILL)
+    s, counts, seen = finish(run)
+    steps, evals = ([r.event for r in seen if isinstance(r.event, t)] for t in (ev.StepDone, ev.EvalDone))
+    assert counts['train']['trained'] == 6 * P * G and counts['train']['filtered'] % G == 0 and max(e.metrics['filtered'] for e in steps) <= 2 * P
+    assert evals[0].sets['other'] == dict(n=2, accuracy=.5, se=0., **{'pass@1': .5, 'pass@2': 1.}) and evals[0].sets['dull']['pass@2'] == 0. and evals[0].n == 4
+    assert all(e.metrics['reward/other'] == .5 for e in steps if 'reward/other' in e.metrics) and any('reward/other' in e.metrics for e in steps)
+    cursor = PastRun(s['run_dir']).ledger().meta['cursor']
+    assert sum(cursor['positions']) == (counts['train']['trained'] + counts['train']['filtered']) // G and all(cursor['seen'])
+    assert {r['source'] for r in run.trajectories(40)} == {'dull', 'other'}
 
 
 VICTIMS = ['rollout/0', 'actor/0', 'data/0', 'relay/1', 'relay/0', 'coordinator']

@@ -290,6 +290,25 @@ def test_every_schedule_comes_to_its_end_within_its_bound(schedule, k):
     assert world.said['Forget'] == 0 and len(world.lineage) == 8
 
 
+@pytest.mark.parametrize('k', [None, 2])
+def test_stream_shows_the_actor_what_it_will_be_given(k):
+    "While it waits it hears of groups as they finish, nothing is written down for that, and its batch holds them all; the other schedules show nothing"
+    world = World(config(schedule='stream', max_staleness=k, steps=8), seed=5).run()
+    trained_once(world)
+    assert world.said['GiveEarly'] > 8 and all(world.forecast) and len(world.forecast) == 8
+    assert World(config(schedule='one_step', steps=3), seed=5).run().said['GiveEarly'] == 0
+
+
+def test_no_more_is_generated_at_a_time_than_was_allowed():
+    for schedule in SCHEDULES:
+        world = World(config(schedule=schedule, max_in_flight=3, max_groups=16, steps=4, prompts_per_step=4), seed=2)
+        feed, most = world.feed, []
+        world.feed = lambda e: (feed(e), most.append(world.manager.dispatch.groups()['in_flight']))[0]
+        world.run()
+        trained_once(world)
+        assert max(most) == 3, schedule
+
+
 @pytest.mark.parametrize('schedule', SCHEDULES)
 @pytest.mark.parametrize('seed', range(2))
 def test_every_schedule_survives_every_fault(schedule, seed):

@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 
 from laminar_sdk.core.errors import ConfigError
 from laminar_sdk.scheduling.decode import Decoder, Seat
-from laminar_sdk.scheduling.roofline import GPUS, SHAPES, Constant, Roofline, chain_s, knee, knee_of, train_s
+from laminar_sdk.scheduling.roofline import GPUS, SHAPES, Constant, Roofline, chain_s, knee, knee_of, kv_knee_of, train_s
 
 
 def fitting():
@@ -59,6 +59,14 @@ def test_the_knee_is_where_the_lines_cross(r, context, most):
 def test_the_knee_of_measurements(a, b, sizes):
     found = knee_of([(n, a + b * n) for n in sizes])
     assert min(sizes) <= found <= max(sizes) and abs(found - min(max(a / b, min(sizes)), max(sizes))) <= 1
+
+@given(st.floats(1e-4, .1), st.floats(0, .01), st.floats(1e-9, 1e-4), st.integers(1, 256), st.integers(16, 4096), st.integers(10_000, 10**6))
+def test_the_knee_of_a_measured_cache(a, b, c, n, context, room):
+    "A step of n trajectories lasts a + b·n + c·(tokens in the cache): at C_max the cache costs what a step costs without it"
+    alone, (little, much) = a + b, (((n * x), a + b * n + c * n * x) for x in (8, 8 + context))
+    found = kv_knee_of(alone, little, much, room)
+    assert 0 < found <= 1 and math.isclose(found, min(1, alone / c / room), rel_tol=1e-3)
+    assert kv_knee_of(alone, little, much, 2 * room) <= found <= kv_knee_of(2 * alone, little, much, room)
 
 @given(any_roofline, st.integers(1, 512), st.integers(1, 10**8))
 def test_training_and_the_way_between(r, gpus, tokens):

@@ -272,7 +272,7 @@ class PoolSeen(Event, frozen=True):
         return [(*x, k / 10_000) for *x, k in zip(*ints, memoryview(self.kv_used).cast('H'))]
 
 class WorkSeen(Event, frozen=True):
-    """Where the work is, as often as `PoolSeen`. Lengths are counted in bins (`length_bin`), so that a hundred thousand answers cost no more than ten"""
+    "Where the work is, as often as `PoolSeen`; lengths are counted in bins (`length_bin`): a hundred thousand answers cost no more than ten"
     newest: int # version that is published
     in_flight: int # groups
     buffered: int # groups, complete and not yet consumed

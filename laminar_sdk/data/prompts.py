@@ -201,8 +201,9 @@ def fingerprint(self: PromptStore) -> str:
 def sources(self: PromptStore, ids: Iterable[int] # of rows
            ) -> dict[str, int]: # in the order of the rows; empty if the store was not written from several sources
     "How many of these rows are of each source"
+    import pyarrow as pa
     names = json.loads((self.table.schema.metadata or {}).get(b'sources', b'[]'))
-    count = Counter(self.table['source'].take(list(map(int, ids))).to_pylist()) if names else {}
+    count = Counter(self.table['source'].take(pa.array(map(int, ids), pa.int64())).to_pylist()) if names else {}
     return {n: count[n] for n in names}
 
 PromptStore.row, PromptStore.rows, PromptStore.fingerprint, PromptStore.sources = row, rows, fingerprint, sources

@@ -70,8 +70,10 @@ class Series:
 BLUE, ORANGE, GREEN, RED, GREY = '#0072B2', '#E69F00', '#009E73', '#D55E00', '#999999'
 TITLES = ('reward and held-out accuracy', 'response length (tokens)', 'staleness at consumption (versions)', 'tokens per second')
 TRACES = ( # chart, name, figure, style
-    (0, 'reward', 'reward', dict(line=dict(color=BLUE))), (0, 'held-out', None, dict(mode='markers+lines', line=dict(color=ORANGE, dash='dot'), marker=dict(size=9))),
-    (1, 'p10', 'length_p10', dict(line=dict(color=GREY, width=1))), (1, 'p90', 'length_p90', dict(line=dict(color=GREY, width=1), fill='tonexty', fillcolor='#eeeeee')),
+    (0, 'reward', 'reward', dict(line=dict(color=BLUE))), (0, 'held-out', None, dict(mode='markers+lines', line=dict(color=ORANGE, dash='dot'),
+            marker=dict(size=9))),
+    (1, 'p10', 'length_p10', dict(line=dict(color=GREY, width=1))), (1, 'p90', 'length_p90', dict(line=dict(color=GREY, width=1), fill='tonexty',
+            fillcolor='#eeeeee')),
     (1, 'median', 'length_median', dict(line=dict(color=BLUE))), (1, 'p99', 'length_p99', dict(line=dict(color=RED))),
     (2, 'mean', 'staleness_mean', dict(line=dict(color=BLUE))), (2, 'max', 'staleness_max', dict(line=dict(color=RED, shape='hv'))),
     (3, 'generated', 'gen_tokens_per_s', dict(line=dict(color=GREEN))), (3, 'trained', 'tokens_per_s', dict(line=dict(color=ORANGE))))
@@ -84,12 +86,15 @@ def values(series: Series) -> list[tuple[list, list]]: # x, y of each trace
 # %% ../../nbs/notebook/01_charts.ipynb #cdb0fb87
 TABS = 'Overview', 'Learning', 'Lengths and staleness', 'Throughput', 'Trajectories'
 def _line(colour: str, **more) -> dict: return dict(line=dict(color=colour, **more))
-def _trace(name: str, key: Any, colour: str, source: str = 'steps', **more) -> dict: return {'name': name, 'key': key, 'from': source, 'style': _line(colour, **more)}
+def _trace(name: str, key: Any, colour: str, source: str = 'steps', **more) -> dict: return {'name': name, 'key': key, 'from': source,
+        'style': _line(colour, **more)}
 def _chart(id: str, tab: int, title: str, *traces: dict, **more) -> dict: return dict(id=id, tab=TABS[tab], title=title, traces=traces, **more)
 
-_lengths = (_trace('p10', 'length_p10', GREY, width=1), _trace('median', 'length_median', BLUE), _trace('p90', 'length_p90', GREY, width=1), _trace('p99', 'length_p99', RED))
+_lengths = (_trace('p10', 'length_p10', GREY, width=1), _trace('median', 'length_median', BLUE), _trace('p90', 'length_p90', GREY, width=1),
+            _trace('p99', 'length_p99', RED))
 PANELS = (
-    _chart('reward', 0, TITLES[0], _trace('reward', 'reward', BLUE), {'name': 'held-out', 'key': 'accuracy', 'from': 'evals', 'style': dict(mode='markers+lines', **_line(ORANGE, dash='dot'), marker=dict(size=8))}),
+    _chart('reward', 0, TITLES[0], _trace('reward', 'reward', BLUE), {'name': 'held-out', 'key': 'accuracy', 'from': 'evals',
+                                                                      'style': dict(mode='markers+lines', **_line(ORANGE, dash='dot'), marker=dict(size=8))}),
     _chart('lengths', 0, 'response lengths: finished, and in flight (right axis)', counted='lengths'),
     _chart('stale', 0, TITLES[2], _trace('mean', 'staleness_mean', BLUE), _trace('max', 'staleness_max', RED, shape='hv')),
     _chart('speed', 0, TITLES[3], _trace('generated', 'gen_tokens_per_s', GREEN), _trace('trained', 'tokens_per_s', ORANGE)),
@@ -102,13 +107,17 @@ PANELS = (
     _chart('length', 2, TITLES[1], *_lengths), _chart('versions', 2, 'share of answers at most so long, by weight version', counted='versions'),
     _chart('staleness', 2, 'staleness at consumption', counted='staleness'),
     _chart('lag', 2, 'publish lag: newest version − what is generated with', _trace('versions', 5, BLUE, 'work'), x='s'),
-    _chart('now', 3, 'generated now (tokens/s)', _trace('tokens/s', 4, GREEN, 'work'), x='s'), _chart('trained', 3, 'trained (tokens/s)', _trace('tokens/s', 'tokens_per_s', ORANGE)),
-    _chart('actor', 3, 'where the actor\'s time goes', _trace('steps', 'seconds', BLUE), _trace('waits for a batch', 'wait_s', ORANGE), _trace('publishes', 'publish_stall_s', RED), share=True, percent=True),
-    _chart('rollouts', 3, 'where the rollouts\' time goes', _trace('generating', 6, GREEN, 'work'), _trace('KV cache in use', 7, BLUE, 'work'), percent=True, x='s'),
+    _chart('now', 3, 'generated now (tokens/s)', _trace('tokens/s', 4, GREEN, 'work'), x='s'), _chart('trained', 3, 'trained (tokens/s)',
+            _trace('tokens/s', 'tokens_per_s', ORANGE)),
+    _chart('actor', 3, 'where the actor\'s time goes', _trace('steps', 'seconds', BLUE), _trace('waits for a batch', 'wait_s', ORANGE),
+           _trace('publishes', 'publish_stall_s', RED), share=True, percent=True),
+    _chart('rollouts', 3, 'where the rollouts\' time goes', _trace('generating', 6, GREEN, 'work'), _trace('KV cache in use', 7, BLUE, 'work'), percent=True,
+           x='s'),
     _chart('buffer', 3, 'groups', _trace('in flight', 2, BLUE, 'work'), _trace('buffered', 3, ORANGE, 'work'), x='s'),
     _chart('stall', 3, 'publish stall of the actor (s)', _trace('stall', 'publish_stall_s', RED), _trace('a plain copy of as many bytes', 'memcpy_s', GREY)),
     _chart('relays', 3, 'broadcast until all relays have it (s)', _trace('seconds', 2, BLUE, 'spread'), x='version'))
-UNDRAWN = ('step', 'version', 't', 'trajectories', 'rows', 'rows_learned', 'updates', 'accuracy', 'publish_bytes', 'tokens', 'tokens_learned', 'fresh_tokens', 'tokens_computed', 'micro_batches')
+UNDRAWN = ('step', 'version', 't', 'trajectories', 'rows', 'rows_learned', 'updates', 'accuracy', 'publish_bytes', 'tokens', 'tokens_learned', 'fresh_tokens',
+           'tokens_computed', 'micro_batches')
 
 def points(series: Series, trace: dict) -> tuple[list, list]:
     "The numbers of one curve"

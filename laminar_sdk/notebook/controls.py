@@ -27,8 +27,10 @@ class Controls:
             ('Stop', 'End the run and give everything back; asks once more'))}
         button = lambda name, tip: w.Button(description=name, tooltip=tip, layout=small())
         field = lambda kind, name, width, **k: kind(description=name, style=dict(description_width='initial'), layout=w.Layout(width=f'{width}px'), **k)
-        self.repack, self.every = w.Checkbox(value=True, description='repack', indent=False, layout=small()), field(w.BoundedFloatText, 'every (s)', 130, value=5., min=.05, max=600., step=.05)
-        self.batch, self.kv_max = field(w.BoundedIntText, 'B', 80, value=0, min=0, max=1 << 20), field(w.BoundedFloatText, 'C_max', 110, value=.0, min=0., max=1., step=.05)
+        self.repack, self.every = w.Checkbox(value=True, description='repack', indent=False, layout=small()), field(w.BoundedFloatText, 'every (s)', 130,
+                value=5., min=.05, max=600., step=.05)
+        self.batch, self.kv_max = field(w.BoundedIntText, 'B', 80, value=0, min=0, max=1 << 20), field(w.BoundedFloatText, 'C_max', 110, value=.0, min=0.,
+                max=1., step=.05)
         self.n, self.which = field(w.BoundedIntText, 'rollouts', 120, value=1, min=0, max=4096), field(w.Dropdown, '', 100, options=[])
         self.lr, self.stale = field(w.Text, 'learning rate', 160), field(w.Text, 'staleness ≤', 155, placeholder='no bound')
         self.scale, self.drain = button('Scale', 'So many rollouts from now on'), button('Drain', 'No new work for it; it ends when nothing is left')
@@ -46,7 +48,8 @@ class Controls:
         b['Evaluate'].on_click(lambda _: self.ask('evaluate', run.evaluate))
         b['Checkpoint'].on_click(lambda _: self.ask('checkpoint', run.checkpoint))
         b['Stop'].on_click(lambda _: self._stop())
-        self.apply.on_click(lambda _: self.ask(self._wish(), lambda: run.pool.repack(self.repack.value, every=self.every.value, batch=self.batch.value or None, kv_max=self.kv_max.value or None)))
+        self.apply.on_click(lambda _: self.ask(self._wish(), lambda: run.pool.repack(self.repack.value, every=self.every.value, batch=self.batch.value
+                or None, kv_max=self.kv_max.value or None)))
         self.scale.on_click(lambda _: self.ask(f'scale to {self.n.value} rollouts', lambda: run.pool.scale(self.n.value)))
         self.drain.on_click(lambda _: self.ask(f'drain rollout/{self.which.value}', lambda: run.pool.drain(self.which.value)))
         self.set.on_click(lambda _: self.ask(f'learning rate {self.lr.value}, staleness ≤ {self.stale.value or "no bound"}', self._set))

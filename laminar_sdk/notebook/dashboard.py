@@ -36,7 +36,10 @@ class PlainView:
         for r in records: self.series.on(r)
         self.tell_all()
 
-    def tell_all(self): self.widget.value = f'<div style="background:white;max-width:960px">{picture(self.name, self.series, self.steps)}</div>{repack_log(self.series.lanes)}{notices(self.series)}'
+    def tell_all(self):
+        drawn = f'<div style="background:white;max-width:960px">{picture(self.name, self.series, self.steps)}</div>'
+        self.widget.value = drawn + repack_log(self.series.lanes) + notices(self.series)
+
     def remind(self): "Nothing is lost here: what it shows is the widget's own value"
     def shown(self): "Nor does it wait to be heard"
     def close(self): self.widget.close()
@@ -92,7 +95,8 @@ class Dashboard:
         if self.controls: self.controls.known(self.status)
         if self.head.value != (head := self._head()): self.head.value = head
 
-    def _head(self) -> str: return headline(self.run.name, self.series, self.steps, '' if self.series.state in ENDED else self.status.get('state', '')) + sparks(self.series)
+    def _head(self) -> str: return headline(self.run.name, self.series, self.steps, '' if self.series.state in ENDED
+                                            else self.status.get('state', '')) + sparks(self.series)
 
     def draw(self, new: list):
         "Show what is new"

@@ -60,7 +60,8 @@ class Replay:
 
     def _live(self):
         import ipywidgets as w
-        slider = w.FloatSlider(value=self.end, min=0., max=max(self.end, 1.), step=max(self.end, 1.) / 500, readout_format='.0f', description='time (s)', layout=w.Layout(width='700px'))
+        slider = w.FloatSlider(value=self.end, min=0., max=max(self.end, 1.), step=max(self.end, 1.) / 500, readout_format='.0f', description='time (s)',
+                               layout=w.Layout(width='700px'))
         play, head = w.Play(min=0, max=500, step=2, interval=300), w.HTML(self._head(self.end))
         self.view = LiveView(self.at(self.end), look_up(self.run) if hasattr(self.run, 'browse') else None)
         def go(t):

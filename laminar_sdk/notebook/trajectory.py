@@ -32,7 +32,8 @@ def brief(t: Trajectory,
           chars: int = 90) -> dict[str, Any]:
     "One trajectory as a row"
     text = decode or (lambda ids: ' '.join(map(str, ids)))
-    return dict(id=t.id, group=t.group_id, prompt=t.prompt_id, kind=t.kind, version=t.version, tokens=len(t), reward=t.reward, rewards=t.rewards, finish=t.finish_reason,
+    return dict(id=t.id, group=t.group_id, prompt=t.prompt_id, kind=t.kind, version=t.version, tokens=len(t), reward=t.reward, rewards=t.rewards,
+                finish=t.finish_reason,
                 moves=t.moves, turns=max(1, len(t.turn_spans)), asked=text(t.prompt_ids[-chars:])[-chars:], said=text(t.response_ids[:chars])[:chars])
 
 def reading(t: Trajectory, decode: Callable | None = None) -> dict[str, Any]:
@@ -41,8 +42,10 @@ def reading(t: Trajectory, decode: Callable | None = None) -> dict[str, Any]:
     ids = t.response_ids[:MOST_TOKENS].tolist()
     known = {i: one(i) for i in set(ids)}
     asked = decode(t.prompt_ids) if decode else ' '.join(map(str, t.prompt_ids))
-    return brief(t, decode) | dict(asked=asked[:MOST_CHARS], asked_chars=len(asked), said=[known[i] for i in ids], logprobs=[round(float(x), 4) for x in t.logprobs[:len(ids)]],
-                                   mask=t.loss_mask[:len(ids)].tolist(), versions=[list(map(int, v)) for v in t.versions], spans=[list(map(int, s)) for s in t.turn_spans],
+    return brief(t, decode) | dict(asked=asked[:MOST_CHARS], asked_chars=len(asked), said=[known[i] for i in ids],
+                                   logprobs=[round(float(x), 4) for x in t.logprobs[:len(ids)]],
+                                   mask=t.loss_mask[:len(ids)].tolist(), versions=[list(map(int, v)) for v in t.versions],
+                                   spans=[list(map(int, s)) for s in t.turn_spans],
                                    sampling=t.sampling, columns={k: str(v)[:500] for k, v in t.columns.items()})
 
 # %% ../../nbs/notebook/04_trajectory.ipynb #72cd1ac6
@@ -65,13 +68,14 @@ def _stretches(mask: list[int]) -> list[tuple[int, int, bool]]: # first, last, b
     return out
 
 # %% ../../nbs/notebook/04_trajectory.ipynb #6563d750
-_BOX = 'border:1px solid rgba(128,128,128,.35);border-radius:4px;padding:6px 8px;margin:4px 0;white-space:pre-wrap;overflow-wrap:anywhere;unicode-bidi:isolate;max-height:340px;overflow:auto;contain:content'
+_BOX = ('border:1px solid rgba(128,128,128,.35);border-radius:4px;padding:6px 8px;margin:4px 0;white-space:pre-wrap;overflow-wrap:anywhere;'
+        'unicode-bidi:isolate;max-height:340px;overflow:auto;contain:content;font-family:monospace;')
 
 def _said(r: dict) -> str:
     out = []
     for k, (a, b, model) in enumerate(_stretches(r['mask']) or [(0, len(r['said']), True)]):
-        if model: out.append(f'<div style="{_BOX};font-family:monospace">{_tokens(r, a, b)}</div>')
-        else: out.append(f'<small>from the environment</small><div style="{_BOX};font-family:monospace;background:rgba(0,114,178,.10)">{harmless("".join(r["said"][a:b]))}</div>')
+        if model: out.append(f'<div style="{_BOX}">{_tokens(r, a, b)}</div>')
+        else: out.append(f'<small>from the environment</small><div style="{_BOX}background:rgba(0,114,178,.10)">{harmless("".join(r["said"][a:b]))}</div>')
     more = r['tokens'] - len(r['said'])
     return ''.join(out) + (f'<i>… {more:,} tokens more</i>' if more > 0 else '')
 
@@ -81,11 +85,13 @@ def page(r: dict # `reading`
     number = lambda v: '–' if v is None else f'{v:.4g}'
     rewards = ', '.join(f'{harmless(k, 60)} {number(v)}' for k, v in r['rewards'].items())
     versions = ', '.join(f'{v} from token {f}' if f else str(v) for f, v in r['versions'])
-    facts = (f'group {r["group"]}, prompt {r["prompt"]}, {r["kind"]} · reward <b>{number(r["reward"])}</b> ({rewards}) · {r["tokens"]:,} tokens in {r["turns"]} turns, '
-             f'ended by {harmless(str(r["finish"]), 40)} · weights {versions} · moved {r["moves"]} times')
+    where = f'group {r["group"]}, prompt {r["prompt"]}, {r["kind"]}'
+    how = f'{r["tokens"]:,} tokens in {r["turns"]} turns, ended by {harmless(str(r["finish"]), 40)}'
+    facts = f'{where} · reward <b>{number(r["reward"])}</b> ({rewards}) · {how} · weights {versions} · moved {r["moves"]} times'
     own = ''.join(f'<div><small>{harmless(k, 60)}: {harmless(v, 300)}</small></div>' for k, v in r['columns'].items() if k != 'prompt')
+    asked = f'<small>asked</small><div style="{_BOX}">{harmless(r["asked"])}{_longer(r)}</div>'
     return (f'<div class="laminar-trajectory" style="max-width:960px"><b>trajectory {r["id"]}</b><div><small>{facts}</small></div>{own}'
-            f'<small>asked</small><div style="{_BOX};font-family:monospace">{harmless(r["asked"])}{_longer(r)}</div><small>answered; the darker a token, the less likely it was</small>{_said(r)}</div>')
+            f'{asked}<small>answered; the darker a token, the less likely it was</small>{_said(r)}</div>')
 
 def _longer(r: dict) -> str: return f'<i> … {n:,} characters more</i>' if (n := r['asked_chars'] - len(r['asked'])) > 0 else ''
 
@@ -94,7 +100,9 @@ class Reading:
     "A trajectory that shows itself"
     def __init__(self, reading: dict): self.data = reading
     def __getitem__(self, key: str): return self.data[key]
-    def __repr__(self): return f"trajectory {self['id']}: reward {self['reward']}, {self['tokens']} tokens, {self['finish']}, version {self['version']}: {''.join(self['said'])[:60]!r}"
+    def __repr__(self):
+        facts = f"reward {self['reward']}, {self['tokens']} tokens, {self['finish']}, version {self['version']}"
+        return f"trajectory {self['id']}: {facts}: {''.join(self['said'])[:60]!r}"
     def _repr_html_(self): return page(self.data)
 
 COLUMNS = 'id', 'group', 'kind', 'version', 'reward', 'tokens', 'turns', 'finish', 'moves', 'asked', 'said'
@@ -104,9 +112,20 @@ class Readings:
     def __init__(self, rows: list[dict], title: str = ''): self.rows, self.title = rows, title
     def __len__(self): return len(self.rows)
     def __getitem__(self, i): return self.rows[i]
-    def __repr__(self): return '\n'.join([f'{self.title or "trajectories"}: {len(self)}', *(f"  {r['id']}: reward {r['reward']}, {r['tokens']} tokens, {r['finish']}, {r['said'][:50]!r}" for r in self.rows[:20])])
+    def __repr__(self): return '\n'.join([f'{self.title or "trajectories"}: {len(self)}',
+                                          *(f"  {r['id']}: reward {r['reward']}, {r['tokens']} tokens, {r['finish']}, {r['said'][:50]!r}"
+                                            for r in self.rows[:20])])
     def _repr_html_(self):
         cell = lambda r, c: harmless(f'{r[c]:.4g}' if isinstance(r[c], float) else str(r[c]), 90)
         head = ''.join(f'<th style="text-align:left">{c}</th>' for c in COLUMNS)
-        body = ''.join('<tr>' + ''.join(f'<td style="text-align:left;unicode-bidi:isolate">{cell(r, c)}</td>' for c in COLUMNS) + '</tr>' for r in self.rows[:100])
+        body = ''.join('<tr>' + ''.join(f'<td style="text-align:left;unicode-bidi:isolate">{cell(r, c)}</td>' for c in COLUMNS) + '</tr>'
+                       for r in self.rows[:100])
         return f'<b>{harmless(self.title or "trajectories", 200)}</b>: {len(self):,}<table style="font-size:85%"><tr>{head}</tr>{body}</table>'
+
+# %% ../../nbs/notebook/04_trajectory.ipynb #58efea97
+Trajectory._repr_html_ = lambda self: page(reading(self))
+
+def _one_line(self: Trajectory) -> str:
+    how = f'{len(self)} tokens, version {self.version}, {self.finish_reason}, reward {self.reward}, {self.moves} moves'
+    return f'Trajectory({self.id}, group {self.group_id}, {how})'
+Trajectory.__repr__ = _one_line

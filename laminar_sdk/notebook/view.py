@@ -60,7 +60,8 @@ def everything(series: Series,
     return dict(steps=[_short(m) for m in few(series.steps)], evals=[_eval(e) for e in few(series.evals)], work=few(series.work), spread=few(series.spread),
                 lanes=[[i, [(round(t, 2), v, n, round(kv * 10_000)) for t, v, n, kv in few(points, each)]] for i, points in lanes.items()],
                 plans=[_plan(t, e) for t, e in plans], done=[_done(*series.lanes.done[p.plan]) for _, p in plans if p.plan in series.lanes.done],
-                marks=[m for t, e in series.lanes.marks[-1000:] for m in _mark(t, e)], notices=[dict(t=t, text=e.text[:1000]) for t, e in series.notices[-200:]],
+                marks=[m for t, e in series.lanes.marks[-1000:] for m in _mark(t, e)], notices=[dict(t=t, text=e.text[:1000]) for t,
+                        e in series.notices[-200:]],
                 ended=[(*k, n) for k, n in series.ended.items()], flying=series.flying, seq=series.seq, t=round(series.t, 2))
 
 # %% ../../nbs/notebook/02d_view.ipynb #6974933c

@@ -30,7 +30,8 @@ def waits(status: dict[str, Any] # of `run.status()`
 
 def bar(what: str, done: int, of: int, more: str = '') -> str: # HTML
     "One wait as a bar; without a number of things it only says that it waits"
-    share = f'<progress value="{done}" max="{of}" style="width:90px;vertical-align:middle"></progress> {done} of {of}' if of else '<progress style="width:90px;vertical-align:middle"></progress>'
+    known = f' value="{done}" max="{of}"' if of else ''
+    share = f'<progress{known} style="width:90px;vertical-align:middle"></progress>' + (f' {done} of {of}' if of else '')
     return f'<span class="laminar-wait" style="font-size:11px;margin-right:16px;white-space:nowrap">{escape(what)} {share} <small>{escape(more)}</small></span>'
 
 def bars(status: dict[str, Any]) -> str: # HTML, or nothing
@@ -60,18 +61,19 @@ class Waiting:
     def _shows(self): # how, or None
         if self.file.isatty(): return self._terminal
         if 'IPython' not in sys.modules or (shell := sys.modules['IPython'].get_ipython()) is None or not hasattr(shell, 'kernel'): return None
-        from IPython.display import display
-        self.handle = display(display_id=True) # in the cell that waits; a thread knows no cell
         return self._cell
 
-    def _words(self) -> str: return f'{self.what}, {time.monotonic() - self.began:.0f} s' + (f', {self.done} of {self.of}' if self.of else '') + (f' ({self.more})' if self.more else '')
+    def _words(self) -> str: return f'{self.what}, {time.monotonic() - self.began:.0f} s' + (f', {self.done} of {self.of}' if self.of
+            else '') + (f' ({self.more})' if self.more else '')
 
     def _cell(self):
+        from IPython.display import display
         while not self.over.wait(self.after_s):
-            html = bar(f'{self.what}, {time.monotonic() - self.began:.0f} s', self.done, self.of, self.more)
-            self.handle.update({'text/html': html, 'text/plain': self._words()}, raw=True)
+            said = {'text/html': bar(f'{self.what}, {time.monotonic() - self.began:.0f} s', self.done, self.of, self.more), 'text/plain': self._words()}
+            if self.handle is None: self.handle = display(said, raw=True, display_id=True)
+            else: self.handle.update(said, raw=True)
             self.after_s = .5
-        self.handle.update({'text/plain': '', 'text/html': ''}, raw=True)
+        if self.handle is not None: self.handle.update({'text/plain': '', 'text/html': ''}, raw=True)
 
     def _terminal(self):
         from rich.console import Console

@@ -185,7 +185,8 @@ async def generate(self: EmulatedEngine, request: GenerationRequest) -> AsyncIte
     finally: self._drop(flow)
 
 def _merge(chunks: list[Chunk]) -> Chunk: # all of one version
-    return chunks[0] if len(chunks) == 1 else Chunk(np.concatenate([c.ids for c in chunks]), np.concatenate([c.logprobs for c in chunks]), chunks[-1].finish_reason, chunks[0].version)
+    ids, logprobs = (np.concatenate([getattr(c, what) for c in chunks]) for what in ('ids', 'logprobs'))
+    return Chunk(ids, logprobs, chunks[-1].finish_reason, chunks[0].version)
 
 @patch
 def _drop(self: EmulatedEngine, flow: Flow):

@@ -76,7 +76,8 @@ def rows(self: VerifiersEnvironment,
 @patch
 def _prompt(self: VerifiersEnvironment, task) -> list[dict]:
     system = [*([task.data.system_prompt] if task.data.system_prompt else []), *([SYSTEM + '\n'.join(map(_say, self._tools().values()))] if self.stops else [])]
-    given = [dict(role='user', content=task.data.prompt)] if isinstance(task.data.prompt, str) else [dict(role=m.role, content=m.content) for m in task.data.prompt or []]
+    said = task.data.prompt or []
+    given = [dict(role='user', content=said)] if isinstance(said, str) else [dict(role=m.role, content=m.content) for m in said]
     if not given or not all(isinstance(m['content'], str) for m in given): raise ConfigError(f'task {task.data.idx} has no prompt of text', 'only text can be asked')
     return [*([dict(role='system', content='\n\n'.join(system))] if system else []), *given]
 
@@ -110,7 +111,8 @@ async def reset(self: VerifiersEnvironment, task: dict, seed: int) -> Observatio
         await awaited(s.setup())
         await awaited(s.setup_task(self.task.data))
     self.tools = self._tools(sets)
-    self.trace = v.Trace(task=v.TraceTask(type=type(self.task).__name__, data=self.task.data), agent=v.AgentInfo(config=v.AgentConfig()), **(dict(state=sets[0].state) if sets else {}))
+    what, who = v.TraceTask(type=type(self.task).__name__, data=self.task.data), v.AgentInfo(config=v.AgentConfig())
+    self.trace = v.Trace(task=what, agent=who, **(dict(state=sets[0].state) if sets else {}))
     for m in self._prompt(self.task): self._note(dict(system=v.SystemMessage, user=v.UserMessage, assistant=v.AssistantMessage)[m['role']](content=m['content']))
     return Observation()
 

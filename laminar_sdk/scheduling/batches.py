@@ -56,7 +56,8 @@ def give(self: Batches) -> list[Command]:
 @patch
 def _show(self: Batches, n: int) -> list[Command]:
     "A schedule may let the actor begin with what is there"
-    first = self.order.first(n) if self.config.max_staleness is None else sorted(self.ledger.buffer, key=lambda g: (self.ledger.groups[g].version, self.ledger.groups[g].completed))[:n]
+    def stalest(g): return self.ledger.groups[g].version, self.ledger.groups[g].completed
+    first = self.order.first(n) if self.config.max_staleness is None else sorted(self.ledger.buffer, key=stalest)[:n]
     new = [g for g in first if g not in self.shown]
     self.shown |= set(new)
     return [GiveEarly(self.asked.incarnation, self.asked.step, new, [self.ledger.living(g) for g in new])] if new else []

@@ -42,6 +42,7 @@ class Rollout:
     made: int = 0 # tokens since `fleet.measured`
     answers: list[int] = field(default_factory=list) # that it ran since then, at each report
     speed: float = 0. # tokens/s at B, measured; 0 = not yet known
+    seconds: int = 0 # of work in which it was measured
 
     def __post_init__(self): self.batch = min(self.batch or self.capacity, self.capacity)
 
@@ -151,7 +152,8 @@ def _measure(self: Fleet, t: float):
         if r.made and r.answers and self.measured < t:
             n = max(1., sum(r.answers) / len(r.answers))
             speed = r.made / (t - self.measured) * (r.batch + n) / (2 * n)
-            r.speed += (speed - r.speed) * (.1 if r.speed else 1.)
+            r.seconds += 1
+            r.speed += (speed - r.speed) * max(1 / r.seconds, .005)
         r.made, r.answers = 0, []
     self.measured = t
 
@@ -164,6 +166,6 @@ def saw(self: Fleet, rollout: int, tokens: int, answers: int):
 def weights(self: Fleet) -> dict[int, float]:
     "What part of the work each rollout takes: by speed; all the same where speeds differ by less than a quarter; by B until they are known"
     alive = [r for r in self.rollouts.values() if not r.draining]
-    if not alive or not all(r.speed for r in alive): return {r.id: r.batch for r in alive}
+    if not alive or min(r.seconds for r in alive) < 10: return {r.id: r.batch for r in alive}
     fastest, slowest = max(r.speed for r in alive), min(r.speed for r in alive)
     return {r.id: r.speed if fastest > 1.25 * slowest else 1. for r in alive}

@@ -139,7 +139,8 @@ def on_scale_asked(self: RolloutManager, e: ev.ScaleAsked) -> list[Command]:
     "Raise new ones under the lowest free ids of their kind, or drain those of it that joined last"
     kinds, ids = max(1, len(self.config.kinds)), self.wanted
     mine = [i for i in ids if i % kinds == e.kind]
-    new = [i for i in range(e.kind, kinds * (len(ids) + e.rollouts + 1), kinds) if i not in ids and i not in self.fleet.rollouts][:max(0, e.rollouts - len(mine))]
+    free = [i for i in range(e.kind, kinds * (len(ids) + e.rollouts + 1), kinds) if i not in ids and i not in self.fleet.rollouts]
+    new = free[:max(0, e.rollouts - len(mine))]
     self.ledger.set('rollouts', sorted({*ids, *new} - {*mine[e.rollouts:]}))
     return [Raise(i) for i in new] + self._drain(mine[e.rollouts:])
 
@@ -330,18 +331,21 @@ def status(self: RolloutManager) -> dict[str, Any]:
     "Where the run stands, for a dashboard"
     b = self.ledger
     return dict(step=b.trained_step, steps=self.config.steps, checkpointed=b.checkpointed, incarnation=b.incarnation, newest_version=b.newest,
-                groups=self.dispatch.groups() | dict(bound=self.config.groups_bound), prompts=self.dispatch.cursor.position,
-                counts={k: b.counts(k) for k in ('train', 'eval')}, stale_reports=b.stale_reports, stale_answers=self.outcomes.stale_answers,
+                groups=self.dispatch.groups() | dict(bound=self.config.groups_bound), prompts=self.dispatch.cursor.position, cursor=self.dispatch.cursor.state(),
+                counts={k: b.counts(k) for k in ('train', 'eval')}, stale_reports=b.stale_reports, stale_answers=self.outcomes.stale_answers, unranked=self.batches.order.unranked,
                 paused=self.paused, ended=self.ended, actor_waits=self.batches.asked is not None,
-                evaluations=dict(open=len(self.evals.open), due=len(self.evals.due), groups=sum(len(self.evals.rounds[r]) for r in self.evals.open), left=sum(self.evals.left.values())),
+                evaluations=dict(open=len(self.evals.open), due=len(self.evals.due), groups=sum(len(self.evals.rounds[r]) for r in self.evals.open),
+                                 left=sum(self.evals.left.values())),
                 checkpoint=bool(b.meta.get('checkpoint')), schedule=self.dispatch.schedule.name,
-                repack=dict(on=self.moves.on and self.dispatch.schedule.repacks, every=self.moves.every, batch=self.batch, kv_max=self.kv_max, **self.moves.figures()),
+                repack=dict(on=self.moves.on and self.dispatch.schedule.repacks, every=self.moves.every, batch=self.batch, kv_max=self.kv_max,
+                            **self.moves.figures()),
                 lr=b.meta.get('lr', self.config.algorithm.lr), max_staleness=self.config.max_staleness,
                 rollouts=self._rollouts())
 
 @patch
 def _rollouts(self: RolloutManager) -> dict[int, dict]:
-    return {r.id: dict(host=r.host, version=r.held, wave=r.wave, wave_version=r.version, kind=r.kind, running=len(r.running), batch=r.batch, kv_tokens=r.kv_tokens, speed=r.speed,
+    return {r.id: dict(host=r.host, version=r.held, wave=r.wave, wave_version=r.version, kind=r.kind, running=len(r.running), batch=r.batch,
+                       kv_tokens=r.kv_tokens, speed=r.speed,
                        draining=r.draining, kv_used=r.kv_used, engine_running=r.engine_running, engine_waiting=r.engine_waiting)
             for r in self.fleet.rollouts.values()}
 

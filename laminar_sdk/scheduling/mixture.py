@@ -79,7 +79,7 @@ MixedCursor.kept = property(lambda self: dict(positions=[c.position for c in sel
 @patch
 def state(self: MixedCursor) -> dict[str, Any]:
     "What a checkpoint names"
-    return dict(sizes=self.sizes, seed=self.seed, position=self.position, **self.kept)
+    return dict(sizes=self.sizes, seed=self.seed, position=self.position, shares=self.shares(), **self.kept)
 
 @patch
 def __repr__(self: MixedCursor):

@@ -1,0 +1,51 @@
+"Learning on a GPU: compiled layers, activations computed twice, log-probs in pieces, an fp32 head, reference and critic, each against the plain step"
+import numpy as np
+import pytest
+import torch
+
+from laminar_sdk.core.config import GRPO, PPO
+from laminar_sdk.training.actor import ActorWorker
+from test_gpu_actor import DEVICE, qwen2, seconds, trajectories
+
+
+def step(a, made, **more):
+    "A first step's figures and gradients"
+    w = ActorWorker(qwen2(hidden=256, layers=4), algorithm=a.model_copy(update=dict(grad_clip=1e9)), device=DEVICE, share_prompts=False, max_tokens=1500, **more)
+    grads = []
+    w._optimize = lambda: grads.extend(m.grad.flatten().clone() for m in w.masters.masters)
+    return w.step(made), torch.cat(grads), w
+
+
+@pytest.fixture(scope='module')
+def made(): return trajectories(groups=8)
+
+@pytest.fixture(scope='module')
+def plain(made): return step(GRPO(), made)
+
+
+@pytest.mark.parametrize('how', [dict(activation_checkpointing=True), dict(logits_mib=4), dict(logits_mib=4, fp32_head=True), dict(compile=True)], ids=lambda how: '+'.join(how))
+def test_the_same_step_in_another_way(how, made, plain, figures):
+    m, g, w = step(GRPO(**how), made)
+    apart = float((g - plain[1]).norm()/plain[1].norm())
+    figures.update(apart=apart, seconds=seconds(lambda: w.step(made), 2), plain_s=seconds(lambda: plain[2].step(made), 2))
+    assert apart < .03 and abs(m['loss'] - plain[0]['loss']) < .01 # bf16
+
+
+def test_pieces_take_less_memory(made, figures):
+    def most(a):
+        w = step(a, made)[2]
+        torch.cuda.reset_peak_memory_stats()
+        w.step(made)
+        return torch.cuda.max_memory_allocated()/2**20
+    if DEVICE != 'cuda': pytest.skip('a GPU counts its memory')
+    whole, pieces = most(GRPO(micro_tokens=65_536)), most(GRPO(micro_tokens=65_536, logits_mib=16))
+    figures.update(whole_mib=whole, pieces_mib=pieces)
+    assert pieces < .7*whole
+
+
+def test_reference_and_critic(made):
+    for offload in False, True:
+        m, _, w = step(PPO(group_size=8, kl=.1, kl_as='reward', reference='initial', offload_reference=offload), made)
+        assert m['updates'] == 1 and abs(m['reference_k3']) < 1e-6 and np.isfinite(m['value_loss'])
+        assert {x.device.type for x in w.reference.weights} == {'cpu' if offload else DEVICE}
+        assert all(p.dtype == torch.float32 for p in w.critic.named.values())
