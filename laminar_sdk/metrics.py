@@ -15,7 +15,7 @@ from .core import events as ev
 # %% ../nbs/26_metrics.ipynb #e797bc51
 FIGURES = (('step', 'Optimizer steps trained', 'short', 'Learning'), ('reward', 'Mean reward of the newest batch', 'short', 'Learning'),
            ('accuracy', 'Held-out accuracy', 'percentunit', 'Learning'),
-           ('loss', 'Loss', 'short', 'Learning'), ('entropy', 'Entropy, nats a token', 'short', 'Learning'), ('kl_k3', 'KL to the policy that generated',
+           ('loss', 'Loss', 'short', 'Learning'), ('entropy_sampled', 'Entropy, nats a token', 'short', 'Learning'), ('kl_k3', 'KL to the policy that generated',
                    'short', 'Learning'),
            ('grad_norm', 'Gradient norm', 'short', 'Learning'), ('logprob_gap_mean', 'Log-prob gap between actor and engine', 'short', 'Learning'),
            ('length_median', 'Response length, median', 'short', 'Lengths and staleness'), ('length_p99', 'Response length, p99', 'short',

@@ -79,7 +79,8 @@ class PastRun(Readable):
     def _decode(self): # token ids -> text, or None where the model is not here
         from laminar_sdk.core.errors import LaminarError
         from laminar_sdk.training.policy import load_tokenizer
-        try: return load_tokenizer(self.config['model']).decode
+        beside = self.dir.path/'tokenizer' # of a recording that was made to be sent around
+        try: return load_tokenizer(str(beside) if beside.exists() else self.config['model']).decode
         except LaminarError: return None
 
     def logs(self, what: str = 'reward', tail: int = 50) -> list[str]:

@@ -21,9 +21,12 @@ class Rollouts:
     def _repr_html_(self):
         from html import escape
         rows = self.run.status()['manager'].get('rollouts', {})
-        cells = ((f'rollout/{i}', r['host'], r['version'], r['running'], f"{r['kv_used']:.0%}", 'drains' if r['draining'] else r['kind'] if r['running'] else 'free') for i, r in rows.items())
-        body = ''.join('<tr>' + ''.join(f'<td>{escape(str(c))}</td>' for c in row) + '</tr>' for row in cells)
-        return f'<b>{len(rows)} rollouts</b> of {escape(self.run.name)}<table><tr><th></th><th>host</th><th>version</th><th>trajectories</th><th>KV cache</th><th>does</th></tr>{body}</table>'
+        def cells(i, r):
+            does = 'drains' if r['draining'] else r['kind'] if r['running'] else 'free'
+            return f'rollout/{i}', r['host'], r['version'], r['running'], r.get('batch', ''), f"{r.get('speed', 0.):,.0f}", f"{r['kv_used']:.0%}", does
+        def line(tag, row): return '<tr>' + ''.join(f'<{tag}>{escape(str(c))}</{tag}>' for c in row) + '</tr>'
+        head = line('th', ('', 'host', 'version', 'trajectories', 'B', 'tokens/s at B', 'KV cache', 'does'))
+        return f"<b>{len(rows)} rollouts</b> of {escape(self.run.name)}<table>{head}{''.join(line('td', cells(*row)) for row in rows.items())}</table>"
 
     def scale(self, n: int, # rollouts; 0 = none
               kind: str = '' # of engine, by its name, where the pool has several

@@ -98,7 +98,7 @@ PANELS = (
     _chart('lengths', 0, 'response lengths: finished, and in flight (right axis)', counted='lengths'),
     _chart('stale', 0, TITLES[2], _trace('mean', 'staleness_mean', BLUE), _trace('max', 'staleness_max', RED, shape='hv')),
     _chart('speed', 0, TITLES[3], _trace('generated', 'gen_tokens_per_s', GREEN), _trace('trained', 'tokens_per_s', ORANGE)),
-    _chart('loss', 1, 'loss', _trace('loss', 'loss', BLUE), free=True), _chart('entropy', 1, 'entropy (nats a token)', _trace('entropy', 'entropy', BLUE)),
+    _chart('loss', 1, 'loss', _trace('loss', 'loss', BLUE), free=True), _chart('entropy', 1, 'entropy (nats a token)', _trace('of the sampled tokens', 'entropy_sampled', BLUE), _trace('exact', 'entropy', ORANGE)),
     _chart('kl', 1, 'KL to the policy that generated', _trace('k1', 'kl_k1', BLUE), _trace('k3', 'kl_k3', ORANGE), free=True),
     _chart('gap', 1, 'log-prob gap between actor and engine', _trace('mean', 'logprob_gap_mean', BLUE), _trace('max', 'logprob_gap_max', RED)),
     _chart('clip', 1, 'clipped tokens', _trace('below', 'clip_fraction_low', BLUE), _trace('above', 'clip_fraction_high', ORANGE), percent=True),

@@ -223,7 +223,8 @@ def _sampling(self: VLLMEngine, r: GenerationRequest, room: int):
     from vllm.sampling_params import RequestOutputKind
     seed = trajectory_seed(r.seed, r.generated) if r.generated and r.seed is not None else r.seed # else the noise of the first tokens would come again
     return SamplingParams(max_tokens=room, temperature=r.temperature, top_p=r.top_p, seed=seed, logprobs=0, flat_logprobs=True,
-                          detokenize=False, output_kind=RequestOutputKind.DELTA, ignore_eos=True, stop_token_ids=[] if r.endless else [*self.eos_ids, *r.stop_token_ids])
+                          detokenize=False, output_kind=RequestOutputKind.DELTA, ignore_eos=True,
+                          stop_token_ids=[] if r.endless else [*self.eos_ids, *r.stop_token_ids])
 
 def _chunks(o, before: int # tokens of the response that came earlier
            ) -> list[Chunk]:

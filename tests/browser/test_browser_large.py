@@ -79,3 +79,38 @@ def test_ten_hours_cold_and_warm(server, browser, hours, figures):
     page.keep('ten-hours')
     assert took['header_cold_s'] <= 2 and took['charts_cold_s'] <= 8 and took['header_warm_s'] <= 2 and page.errors == [], (took, page.errors)
     page.close()
+
+
+@pytest.mark.long
+def test_ten_thousand_updates_leave_the_page_flat(server, browser, figures):
+    page = open_(server, browser, 'weeks.ipynb', '''
+import random
+from laminar_sdk.core import events as ev
+from laminar_sdk.notebook.charts import Series
+from laminar_sdk.notebook.view import LiveView
+view, seq = LiveView(Series(4_000, 1_500)), 0
+def more(first, last):
+    global seq
+    for k in range(first, last):
+        new = []
+        for e in (*story.second(k, 16), story.step(k, random.Random(k))):
+            seq += 1
+            new.append(ev.Record('run', seq, float(k), 0., e))
+        view.add(new)
+        if k % 20 == 0: time.sleep(.02)
+''', 'view.widget', 'more(0, 5_000)', 'more(5_000, 10_000)')
+    session = page.context.new_cdp_session(page.page)
+    def heap():
+        session.send('HeapProfiler.collectGarbage')
+        return page.page.evaluate('() => performance.memory.usedJSHeapSize') / 1e6
+    for i in (0, 1, 2): cell(page, i)
+    page.until("() => document.querySelector('.laminar')")
+    sizes = []
+    for i, n in ((3, 5_000), (4, 10_000)):
+        cell(page, i)
+        page.until('n => +document.querySelector(".laminar").dataset.steps >= n - 1', 120, arg=n)
+        page.page.wait_for_timeout(1_500)
+        sizes.append(heap())
+    figures['js_heap_MB'] = [round(s) for s in sizes]
+    assert sizes[1] < sizes[0] * 1.25 + 10 and page.errors == []
+    page.close()
