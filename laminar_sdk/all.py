@@ -12,7 +12,7 @@ __all__ = ['Cluster', 'RelayTier', 'RolloutPool', 'Replicas', 'Trainer', 'Run', 
 
 # %% ../nbs/99_all.ipynb #572a7ec4
 from .cluster import Cluster
-from .core.config import CISPO, DAPO, DPPO, GRPO, GSPO, PPO, RLOO, Algorithm, Buffer, Curriculum, DrGRPO, Eval, Mixture, ReinforcePP, ReinforcePPBaseline, Repack, Reward, RunConfig, Sampling
+from .core.config import CISPO, DAPO, DPPO, GRPO, GSPO, PPO, RLOO, Algorithm, Buffer, Curriculum, DrGRPO, Eval, LoRA, Mixture, ReinforcePP, ReinforcePPBaseline, Repack, Reward, RunConfig, Sampling
 from .core.errors import ClusterError, ConfigError, IntegrityError, LaminarError, MissingError, ResourceError, RunError
 from .core.types import Trajectory, WeightVersion
 from .relay_tier import RelayTier

@@ -124,6 +124,8 @@ def real(schedules: tuple[str, ...] = tuple(SCHEDULES), steps: int = 8, prompts:
             found = run_demo(task, steps=steps, prompts=prompts, group=group, seed=seed, schedule=name, repack=repack, home=home or folder,
                              name=f'bench-{name.replace("_", "-")}-{time.strftime("%H%M%S")}', show=False)
             rows.append(real_row(found, repack))
+    best = next((r['train_tokens_per_s'] for r in rows if r['schedule'] == 'laminar'), None)
+    for r in rows: r['laminar_ratio'] = best / x if (x := r['train_tokens_per_s']) and best else None
     return dict(world='real', scale=f'{prompts or task.prompts} prompts × {group or task.group}', rows=rows,
                 setup=dict(engine=f'{task.engine}, 2 rollouts of this CPU', steps=steps, repack_every=repack, seed=seed))
 

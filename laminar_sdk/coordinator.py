@@ -17,6 +17,7 @@ from .core import events as ev
 from .doing import Doing, ToOthers, ToRollouts
 from .ending import Ending
 from .lanes import Lanes
+from .gang import Gang
 from .folders import choose_folder, describe, newest_model, packed_run
 from .pipeline import Pipeline, Plan, Table
 from .scheduling.books import KEYS, MetaRow
@@ -54,9 +55,9 @@ class Coordinator(Doing, ToRollouts, ToOthers, Watched, Steered, Tracked, Ending
         self.data, self.manager, self.pipeline, self.asked, self.first_scored = None, None, None, time.monotonic(), None
         self.tally = Tally()
         self.partial, self.asking = {}, None # what the partial response pool held when it was last asked
-        self.publish_to = '' # socket of the actor's relay, as last known
+        self.publish_to = {} # socket of the relay of each host, as last known
         self.supervisor = Supervisor(self.config.name, hopeless=self._hopeless) # a child that cannot be brought up ends the run
-        self.tier = Tier(self)
+        self.tier, self.gang = Tier(self), Gang(self)
         if self.again: self.note('info', 'the run goes on from its directory', 'coordinator')
         if self.mark.exists(): self.begun.set()
         self.main = asyncio.get_running_loop().create_task(self._main())
@@ -94,13 +95,19 @@ async def _main(self: Coordinator):
 @patch
 async def _raise(self: Coordinator):
     "Start every child, the slowest first; the manager as soon as the data actor has counted the prompts"
-    for child in (children.actor(self), *(children.rollout(self, i) for i in self._wanted()), children.data(self),
+    if self.emulated: self.note('info', 'EMULATED engines: answers are made up, and their speed is a model\'s', 'run')
+    for child in (*children.actors(self), *(children.rollout(self, i) for i in self._wanted()), children.data(self),
                   *(children.relay(self, i) for i in range(len(self.plan.hosts)))): self.supervisor.tend(child)
     self._begin_tracking()
     both = [asyncio.ensure_future(x.wait()) for x in (self.ready, self.ended)]
     await asyncio.wait(both, return_when='FIRST_COMPLETED')
     for b in both: b.cancel()
     if self.state == 'starting': self.state = 'paused' if self.manager.paused else 'running'
+
+@patch(as_prop=True)
+def emulated(self: Coordinator) -> bool:
+    "Whether there are engines that compute nothing: then status, table and screens say so"
+    return any(e['kind'] == 'emulated' for e in self.plan.engines)
 
 @patch
 def _wanted(self: Coordinator) -> list[int]:
@@ -163,11 +170,12 @@ def build_manager(self: Coordinator, counts: dict,
     self.ready.set()
 
 @patch
-async def new_version(self: Coordinator, incarnation: int, step: int) -> tuple[int, str]: # version, socket of the relay that takes it
+async def new_version(self: Coordinator, incarnation: int, step: int) -> tuple[int, list[str]]: # version, socket of the relay that takes it from each rank
     "A number for what the actor is about to publish; it asks under its own lock, so that numbers and weights have the same order"
     version = self.manager.issue_version(step, incarnation)
     await self.pipeline.commit()
-    return version, self.publish_to or await self.actor_socket() # of a relay that has just died too: the actor does not wait for its successor
+    # of a relay that has just died too: the actor does not wait for its successor
+    return version, [self.publish_to.get(h) or await self.actor_socket(rank) for rank, h in enumerate(self.plan.actor_hosts)]
 
 # %% ../nbs/23_coordinator.ipynb #e517d118
 @patch
@@ -231,18 +239,19 @@ async def next_batch(self: Coordinator, incarnation: int, step: int) -> dict | N
     return dict(step=step, groups=give.groups, trajectories=give.trajectories) | self.manager.orders()
 
 @patch
-async def actor_socket(self: Coordinator) -> str:
-    "The relay of the actor's host, as soon as there is one"
-    while self.plan.actor_host not in self.sockets:
+async def actor_socket(self: Coordinator, rank: int = 0) -> str:
+    "The relay of the host of one of the actor's ranks, as soon as there is one"
+    while (host := self.plan.actor_hosts[rank]) not in self.sockets:
         self.relays_changed.clear()
         await self.relays_changed.wait()
-    return self.sockets[self.plan.actor_host][0]
+    return self.sockets[host][0]
 
 @patch
 async def step_done(self: Coordinator, incarnation: int, step: int, version: int, metrics: dict):
     "A step is trained and published"
     if step not in self.table.batches and step in self.manager.ledger.steps: self.table.batch(step, **self.manager.batch_figures(step))
     self.tier.published(version)
+    if self.emulated: metrics = metrics | {'emulated': 1.}
     await self.feed(ev.StepTrained(incarnation, step, version, metrics))
     if self.manager.paused and self.state == 'running': self.state = 'paused' # it has paused itself
     self.tape.append('run', ev.StepDone(step, self.table.row(step, version, self.tape.now(), metrics)))
@@ -273,7 +282,7 @@ async def status(self: Coordinator) -> dict:
     if self.data is not None and self.data_there.is_set(): self._ask_partial()
     return dict(name=self.config.name, state=self.state, reason=self.reason, step=max(steps, default=0), steps=self.config.steps,
                 run_dir=str(self.plan.run_dir), t=self.tape.now(), manager=self.manager.status() if self.manager else {},
-                pid=os.getpid(), first_scored_s=self.first_scored, children=family, partial=self.partial)
+                pid=os.getpid(), first_scored_s=self.first_scored, children=family, partial=self.partial, emulated=self.emulated)
 
 @patch
 def _ask_partial(self: Coordinator):

@@ -21,7 +21,8 @@ class Ending:
         if self.state in ENDED: return
         self.state, self.reason = state, reason
         try:
-            for step in (self._end_children, self._seal, self._last_commit): await self._try(step)
+            for step in (self._end_children, self._give_back, self._seal, self._last_commit): await self._try(step)
+            for seen in self.look() if self.manager is not None else (): self.tape.append('run', seen)
             self.tape.append('run', ev.RunEnded(state, reason))
             for step in (self.tape.flush, lambda: end_mark(self.dir, state, reason)): await self._try(lambda: asyncio.to_thread(step))
             await self._try(self._untrack)
@@ -34,6 +35,11 @@ class Ending:
 
     async def _end_children(self):
         for complaint in await self.supervisor.end(keep=('data',)): self.note('warning', complaint)
+
+    async def _give_back(self):
+        "The places of the actor's ranks"
+        from laminar_sdk.gang import release
+        if len(self.plan.actor_hosts) > 1: await asyncio.to_thread(release, self.config.name)
 
     async def _last_commit(self):
         if self.manager is not None and (rows := self.manager.ledger.drain()): await asyncio.to_thread(self.journal.commit, rows)

@@ -21,7 +21,7 @@ def living(pool: RolloutPool) -> dict[int, Any]: # handle by index
     there = {i: find(actor_name(pool.family, 'rollout', i)) for i in pool.rollouts}
     return {i: handle for i, handle in there.items() if handle is not None}
 
-def placed(pool: RolloutPool, actor_gpus: int = 0) -> dict[int, int]: # host of each rollout
+def placed(pool: RolloutPool, actor_gpus: int | dict[int, int] = 0) -> dict[int, int]: # host of each rollout
     "Where each rollout is, or will be"
     import ray
     placed = pool.place(actor_gpus)

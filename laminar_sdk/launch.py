@@ -13,6 +13,7 @@ from typing import Any
 from .core.config import Reward, RunConfig
 from .core.errors import ConfigError, RunError
 from .notebook.waits import Waiting
+from .gang import placement, release, taken
 from .pipeline import Plan
 from .shells import actor_name, end, find, names, spawn
 
@@ -46,6 +47,7 @@ class Launch:
         try: hand_over(coordinator, files)
         except BaseException: # also Ctrl-C: nothing may stay behind
             end(names(f'{self.config.name}/'))
+            release(self.config.name)
             raise
 
     def say_where(self, run):
@@ -147,7 +149,7 @@ def plan(self: Launch, files: dict[str, bytes]) -> Plan:
     folder = self.run_dir or (Path('runs').absolute() if here else Path('~/laminar/runs'))/self.config.name
     functions = dict(rewards=fingerprint(self.rewards)) | ({} if self.environment is None else dict(environment=environment_fingerprint(self.environment)))
     return Plan(config=self.config, run_dir=str(folder), hosts=hosts, engines=pool.engines,
-                rollout_hosts=placed(pool, trainer.gpus), pool=pool.family, actor=dict(threads=trainer.threads, gpus=trainer.gpus),
+                rollout_hosts=placed(pool, taken(trainer.hosts, trainer.gpus)), pool=pool.family, actor=trainer.options, actor_hosts=trainer.hosts,
                 keep_versions=trainer.relays.keep, keyframe_every=trainer.relays.keyframe_every, transport=trainer.relays.transport,
                 secret=secrets.token_bytes(32), launch=secrets.token_hex(8), resume=self.resume, trackers=self.trackers,
                 files={p: hashlib.sha256(b).hexdigest() for p, b in files.items() if p.startswith('prompts')} | functions)
@@ -186,13 +188,16 @@ def relaunch(cluster: Any, # `Cluster`
     if ended(Path(path)) == 'done': raise RunError(f'the run in {path} is done: {config.steps} steps are trained', 'start a new one with trainer.fit')
     cluster.connect()
     if find(actor_name(config.name, 'coordinator')) is not None: raise RunError(f'a run named {config.name!r} is alive', 'stop it first')
-    placed = place(cluster.hosts, there['engines'], config.rollouts, there['actor'].get('gpus', 0))
-    plan = Plan(config, str(Path(path).absolute()), cluster.hosts, there['engines'], placed, actor=there['actor'],
+    gpus = there['actor'].get('gpus', 0)
+    actor_hosts = placement(cluster.hosts, there['actor'].get('ranks', 1), gpus)
+    placed = place(cluster.hosts, there['engines'], config.rollouts, taken(actor_hosts, gpus))
+    plan = Plan(config, str(Path(path).absolute()), cluster.hosts, there['engines'], placed, actor=there['actor'], actor_hosts=actor_hosts,
                 keep_versions=there['keep_versions'], keyframe_every=there.get('keyframe_every', 50), transport=there.get('transport', 'tcp'),
                 secret=secrets.token_bytes(32), launch=secrets.token_hex(8), files=there['files'], trackers=there.get('trackers', {}))
     coordinator = raise_coordinator(plan)
     try: ray.get(coordinator.begin.remote(), timeout=60)
     except BaseException:
         end(names(f'{config.name}/'))
+        release(config.name)
         raise
     return Run(cluster, config.name)

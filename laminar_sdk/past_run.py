@@ -57,10 +57,10 @@ class PastRun(Readable):
     def _rows(self, last: int, group: int | None) -> list[dict]: return rows_of(self._store(), self._decode(), last, group)
     def _reading(self, id: int) -> dict: return reading_of(self._store(), self._decode(), id)
 
-    def dashboard(self): # a `Replay`
+    def dashboard(self, plain: bool | None = None): # a `Replay`
         "The run's pictures under a slider for its time"
         from laminar_sdk.notebook.replay import Replay
-        return Replay(self)
+        return Replay(self, plain)
 
     def history(self): # a pandas DataFrame
         "One row a step"

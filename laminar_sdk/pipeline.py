@@ -25,7 +25,7 @@ class Plan:
     engines: list[dict[str, Any]] # for `rollout_pool.make_engine`: one, or of a mixed pool one for each kind
     rollout_hosts: dict[int, int] # host of each rollout, by its id
     pool: str = '' # the kept pool whose rollouts the run borrows; '' = it has its own
-    actor_host: int = 0
+    actor_hosts: list[int] = field(default_factory=lambda: [0]) # host of each rank of the actor
     actor: dict[str, Any] = field(default_factory=dict) # keyword arguments of `ActorWorker`
     keep_versions: int = 4
     keyframe_every: int = 50 # a relay sends a full image after so many deltas in a row

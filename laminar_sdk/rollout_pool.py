@@ -23,17 +23,18 @@ GPU = 'ray.io/accelerator-type' # the label by which Ray names a node's GPUs
 def place(hosts: list, # of `Host`
           engines: list[dict], # of each kind: `gpus` of one rollout (0 on CPUs), `gpu` is their type ('' = any)
           rollouts: list[int], # ids; of K kinds, rollout i is of kind i modulo K
-          actor_gpus: int = 0 # that the actor takes on the first host
+          actor_gpus: int | dict[int, int] = 0 # that the actor takes: on the first host, or by host
          ) -> dict[int, int]: # host of each rollout
     "Spread rollouts over hosts: round robin, or where GPUs are used to whichever host has most of the right ones left, the largest rollouts first"
-    free, placed, kind = [int(h.gpus) - (actor_gpus if i == 0 else 0) for i, h in enumerate(hosts)], {}, lambda i: engines[i % len(engines)]
+    taken = actor_gpus if isinstance(actor_gpus, dict) else {0: actor_gpus}
+    free, placed, kind = [int(h.gpus) - taken.get(i, 0) for i, h in enumerate(hosts)], {}, lambda i: engines[i % len(engines)]
     for n, i in enumerate(sorted(rollouts, key=lambda i: (-kind(i)['gpus'], i))):
         need, gpu = kind(i)['gpus'], kind(i).get('gpu', '')
         right = [h for h, host in enumerate(hosts) if not gpu or host.labels.get(GPU) == gpu]
         if not right: raise ResourceError(f'no host has GPUs of type {gpu!r}; there are {sorted({h.labels.get(GPU, "none") for h in hosts})}', 'see cluster.hosts')
         placed[i] = max(right, key=lambda h: free[h]) if need else right[n % len(right)]
         if need and free[placed[i]] < need:
-            raise ResourceError(f'{len(rollouts)} rollouts and an actor of {actor_gpus} GPUs asked for; {n} of them fit on {sum(int(h.gpus) for h in hosts)} GPUs, '
+            raise ResourceError(f'{len(rollouts)} rollouts and an actor of {sum(taken.values())} GPUs asked for; {n} of them fit on {sum(int(h.gpus) for h in hosts)} GPUs, '
                                 f'and none is left for one of {need} {gpu or "GPUs"}', 'lower `replicas` or `tensor_parallel`, or add hosts')
         free[placed[i]] -= need
     return dict(sorted(placed.items()))
@@ -124,7 +125,7 @@ class RolloutPool:
 
     def engine(self, rollout: int) -> dict: return self.engines[rollout % len(self.engines)]
 
-    def place(self, actor_gpus: int = 0 # that the actor takes on the first host
+    def place(self, actor_gpus: int | dict[int, int] = 0 # that the actor takes: on the first host, or by host
              ) -> dict[int, int]: # host of each rollout
         "Where each rollout goes"
         return place(self.cluster.hosts, self.engines, self.rollouts, actor_gpus)

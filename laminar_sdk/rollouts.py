@@ -33,9 +33,14 @@ class Rollouts:
              ):
         "So many rollouts from now on: new ones are raised, the newest are drained"
         if not isinstance(n, int) or n < 0: raise ConfigError(f'scale({n!r})', 'give a whole number of rollouts, 0 or more')
-        names = [e['name'] for e in self.run._ask('description')['engines']]
+        names = self.kinds
         if kind not in names and (kind or len(names) > 1): raise ConfigError(f'scale({n}, kind={kind!r}): the kinds of this pool are {names}', f'say which: scale({n}, kind={names[0]!r})')
         self.run._ask('scale', n, names.index(kind) if kind else 0)
+
+    @property
+    def kinds(self) -> list[str]:
+        "Names of the kinds of engines; one without a name where there is but one"
+        return [e.get('name', '') for e in self.run._ask('description')['engines']]
 
     def drain(self, rollout: int):
         "No new work for it; it ends when nothing is left"

@@ -166,7 +166,9 @@ def stop(self: Run):
 @patch
 def close(self: Run):
     "Let a finished run's last actors go; its directory stays"
+    from laminar_sdk.gang import release
     left = end(names(f'{self.name}/'))
+    release(self.name)
     if left: raise RunError(f'{len(left)} actors did not end: {", ".join(left)}', 'try run.close() again; cluster.shutdown() ends them with the cluster')
 
 def _unpause(self): self._ask('resume')

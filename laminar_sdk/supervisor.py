@@ -30,6 +30,7 @@ class Child:
     handle: Any = None
     pid: int | None = None
     why: str = '' # it was killed by us, and this is the reason
+    taken: bool = False # it was killed because another one died: no failure of its own
     is_up: bool = False
     failures: int = 0 # short lives in a row
     restarts: int = 0 # in all
@@ -67,10 +68,11 @@ class Supervisor:
                 reason, limit = (child.why or _reason(e)), self.max_deaths if is_death(e) and not child.why else self.max_errors
             child.why = ''
             if self.ending: return
-            child.failures = 1 if time.monotonic() - born > self.long_s and child.is_up else child.failures + 1
+            taken, child.taken = child.taken, False
+            if not taken: child.failures = 1 if time.monotonic() - born > self.long_s and child.is_up else child.failures + 1
             await self._bury(child, reason, is_death(e))
-            if child.failures >= limit: return await self.hopeless(f'{child.label} failed {child.failures} times in a row. The last time: {reason}')
-            await asyncio.sleep(.1 * 2 ** min(child.failures - 1, 6))
+            if child.failures >= limit and not taken: return await self.hopeless(f'{child.label} failed {child.failures} times in a row. The last time: {reason}')
+            await asyncio.sleep(.1 * 2 ** max(0, min(child.failures - 1, 6)))
 
     async def _live(self, child: Child):
         "One life: from birth to a planned end; raises when it ends otherwise"
@@ -99,6 +101,12 @@ class Supervisor:
         if not (died and child.max_restarts): await self.kill(child) # else Ray is bringing it back already
         child.is_up, child.restarts = False, child.restarts + 1
         await child.down(reason)
+
+    async def take_along(self, label: str):
+        "End a child because another one has died, without which it is nothing"
+        child = self.children[label]
+        child.taken = True
+        await self.kill(child)
 
     async def kill(self, child: Child, why: str = ''):
         "End its process now (it may hang, so it is not asked)"

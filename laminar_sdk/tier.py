@@ -43,7 +43,7 @@ def joined(self: Tier, host: int, info: dict):
     "A relay is up; `info` is what its `start` says"
     labels = self.c.plan.hosts[host].labels
     newest = max((v['version'] for v in info['versions']), default=-1)
-    self.feed(ev.RelayJoined, host, info['born'], tuple(info['address']), actor=host == self.c.plan.actor_host,
+    self.feed(ev.RelayJoined, host, info['born'], tuple(info['address']), actor=host in self.c.plan.actor_hosts,
               zone=labels.get('zone', ''), rack=labels.get('rack', ''), newest=newest)
     self._tell_master(host)
 
@@ -64,8 +64,8 @@ def broken(self: Tier, e: ev.LinkFailed):
 
 @patch
 def published(self: Tier, version: int):
-    "The actor has put a version into the memory of its host"
-    self.feed(ev.VersionSealed, version, self.c.plan.actor_host)
+    "Each rank of the actor has put its part of a version into the memory of its host"
+    for host in sorted(set(self.c.plan.actor_hosts)): self.feed(ev.VersionSealed, version, host)
 
 # %% ../nbs/21b_tier.ipynb #89aa3950
 @patch
@@ -76,7 +76,7 @@ def _do_SetNext(self: Tier, c: ms.SetNext):
 
 @patch
 def _do_Promote(self: Tier, c: ms.Promote):
-    if c.host != self.c.plan.actor_host: self.c.note('warning', f'versions start from relay/{c.host} now', f'relay/{c.host}')
+    if c.host != self.c.plan.actor_hosts[0]: self.c.note('warning', f'versions start from relay/{c.host} now', f'relay/{c.host}')
     self._tell_master(*self.core.members)
 
 @patch
@@ -91,10 +91,11 @@ def _do_Adopt(self: Tier, c: ms.Adopt): self._later(self._adopt(c.host, c.versio
 
 @patch
 async def _adopt(self: Tier, host: int, version: int):
-    "The actor gives the relay of its host what it published last; no copy, no stall"
-    actor, socket = self.c.supervisor.children['actor/0'].handle, self.c.sockets.get(host)
-    if actor is None or socket is None: return # one of the two is down; the core asks again
-    try: given = await actor.adopt.remote(socket[0])
+    "The actor's ranks on a host give its relay what they published last; no copy, no stall"
+    ranks = [self.c.supervisor.children[f'actor/{r}'].handle for r, h in enumerate(self.c.plan.actor_hosts) if h == host]
+    socket = self.c.sockets.get(host)
+    if None in ranks or socket is None: return # one of them is down; the core asks again
+    try: given = any(await asyncio.gather(*(r.adopt.remote(socket[0]) for r in ranks)))
     except Exception as e: return self.c.note('warning', f'relay/{host} could not take version {version} over: {type(e).__name__}: {e}', f'relay/{host}')
     if given: self.c.note('info', f'relay/{host} has version {version} again, nothing was published anew', f'relay/{host}')
     else: self.feed(ev.SealGone, host, 'the actor has published nothing in this life')

@@ -12,11 +12,13 @@ from typing import Any
 
 from fastcore.basics import patch
 
-from .core.config import Algorithm, Buffer, Eval, GRPO, Repack, RunConfig, Sampling, as_mixture, as_rewards, for_training
+from .core.config import Algorithm, Buffer, Eval, LoRA, GRPO, Repack, RunConfig, Sampling, as_mixture, as_rewards, for_training
 from .core.errors import ConfigError
+from .gang import placement
 from .rollout.environment import describe
 from .rollout_pool import needs_cluster
 from .shells import Peer, Shell, actor_name
+from .together import Together
 
 # %% ../nbs/04_trainer.ipynb #fc62c7b2
 class Trainer:
@@ -29,64 +31,95 @@ class Trainer:
                  algorithm: Algorithm = GRPO(), # GRPO(…), DAPO(…), PPO(…) and others, or an Algorithm(…) of one's own
                  *,
                  threads: int = 1, # of the actor, on a CPU
-                 gpus: int | None = None # of the actor; None = 1 where there are GPUs
+                 gpus: int | None = None, # of each of its ranks; None = 1 where there are GPUs
+                 ranks: int = 1, # processes that learn together
+                 parallel: str = 'ddp', # 'ddp': each rank has the whole model; 'fsdp': a part of it
+                 lora: LoRA | None = None # learn additions of low rank, and leave the model as it is
                 ):
         needs_cluster(cluster, 'Trainer')
         if not isinstance(algorithm, Algorithm): raise ConfigError(f'algorithm={algorithm!r}', 'pass a GRPO(…), a DAPO(…) or another Algorithm')
         self.cluster, self.model, self.relays, self.algorithm, self.threads = cluster, str(model), relays, algorithm, threads
         self.gpus = gpus if gpus is not None else int(cluster.hosts[0].gpus >= 1)
+        if not isinstance(ranks, int) or ranks < 1: raise ConfigError(f'Trainer(ranks={ranks!r})', 'give a whole number, at least 1')
+        if parallel not in ('ddp', 'fsdp'): raise ConfigError(f'Trainer(parallel={parallel!r})', "use 'ddp', where each rank has the whole model, or 'fsdp', where it has a part")
+        if isinstance(lora, dict): lora = LoRA(**lora)
+        if lora is not None and parallel == 'fsdp' and ranks > 1: raise ConfigError("lora with parallel='fsdp'", "take parallel='ddp': what learns is small, and each rank has all of it")
+        self.ranks, self.parallel, self.lora = ranks, parallel, lora
+        self.hosts = placement(cluster.hosts, ranks, self.gpus) # of each rank
 
-    def __repr__(self): return f'Trainer(model={self.model!r}, algorithm={self.algorithm!r})'
+    @property
+    def options(self) -> dict: # of the actor
+        many = dict(ranks=self.ranks, parallel=self.parallel) if self.ranks > 1 else {}
+        return dict(threads=self.threads, gpus=self.gpus) | many | ({} if self.lora is None else dict(lora=self.lora.model_dump()))
+
+    def __repr__(self):
+        many = f', ranks={self.ranks}, parallel={self.parallel!r}' if self.ranks > 1 else ''
+        return f'Trainer(model={self.model!r}, algorithm={self.algorithm!r}{many})'
+
     def _repr_html_(self):
         from laminar_sdk.notebook.facts import facts
         return facts('Trainer', 'a description; `fit` starts it', model=self.model, **{k: v for k, v in self.algorithm if v is not None}, gpus=self.gpus, threads=self.threads)
 
 # %% ../nbs/04_trainer.ipynb #d4905783
-class ActorShell(Shell):
+class ActorShell(Together, Shell):
     "Carries the actor: batch, step, publish, checkpoint"
 
-    def __init__(self, config: RunConfig, options: dict):
+    def __init__(self, config: RunConfig, options: dict, rank: int = 0, address: str = '127.0.0.1'): # address: of our host
         os.environ['OMP_NUM_THREADS'] = str(options.get('threads', 1))
-        self.config, self.options = config, options
+        self.config, self.options, self.rank, self.size, self.address = config, options, rank, options.get('ranks', 1), address
+        self.others, self.place, self.snapshot, self.saving, self.took = None if self.size > 1 else [], None, None, None, {}
         self.coordinator, self.data = (Peer(actor_name(config.name, r)) for r in ('coordinator', 'data'))
         self.worker, self.client, self.socket, self.fresh, self.plain = None, None, None, None, None
         self.incarnation, self.step, self.lock = 0, 0, asyncio.Lock()
         self.starting, self.running, self.over = None, None, asyncio.Event()
         self.warming = asyncio.get_running_loop().create_task(asyncio.to_thread(self._warm)) # seconds, while the others come up
 
-    async def start(self, incarnation: int, checkpoints: str) -> dict:
+    async def start(self, incarnation: int, checkpoints: str,
+                    meet: dict | None = None # where, as rank 0's `listen` said
+                   ) -> dict:
         "Load the model and the newest valid checkpoint; a second call (of a coordinator that was restarted) tells the same again"
         if self.starting is None:
             self.incarnation = incarnation
-            self.starting = asyncio.create_task(self._load(Path(checkpoints)))
+            self.starting = asyncio.create_task(self._load(Path(checkpoints), meet))
         note = await asyncio.shield(self.starting)
         sealed = self.client and self.client.writer.sealed # what a new coordinator has to know of: no relay may have it yet
         return dict(incarnation=self.incarnation, step=self.step, note=note, version=sealed.version if sealed else -1)
 
-    def _warm(self): # an `ActorWorker`
+    def _warm(self): # an `ActorWorker`; of several ranks, which have to meet first, the policy
         from laminar_sdk.training.actor import ActorWorker
-        options = {k: v for k, v in self.options.items() if k != 'gpus'}
-        return ActorWorker(self.config.model, algorithm=self.config.algorithm, publish_dtype=self.config.publish_dtype,
-                           temperature=self.config.sampling.temperature, max_tokens=self.config.sampling.max_tokens, steps=self.config.steps,
-                           seed=self.config.seed, **options)
+        from laminar_sdk.training.policy import load_policy
+        return ActorWorker(self.config.model, **self._worker()) if self.size == 1 else load_policy(self.config.model)
 
-    async def _load(self, checkpoints: Path) -> str:
-        self.checkpoints, self.worker = checkpoints, await self.warming
-        self.worker.faults = checkpoints.parent/'faults' # of the run's directory
-        return await asyncio.to_thread(self._catch_up)
+    def _worker(self) -> dict: # arguments of the worker
+        c, options = self.config, {k: v for k, v in self.options.items() if k not in ('gpus', 'ranks', 'parallel')}
+        if 'lora' in options: options['lora'] = LoRA(**options['lora'])
+        return dict(algorithm=c.algorithm, publish_dtype=c.publish_dtype, temperature=c.sampling.temperature, max_tokens=c.sampling.max_tokens, steps=c.steps,
+                    seed=c.seed, **options)
 
-    def _catch_up(self) -> str: # notes
+    async def _load(self, checkpoints: Path, meet: dict | None) -> str:
+        self.checkpoints, warm = checkpoints, await self.warming
+        return await asyncio.to_thread(self._catch_up, warm, meet)
+
+    def _catch_up(self, warm, meet) -> str: # notes
+        from laminar_sdk.training.actor import ActorWorker
         from laminar_sdk.training.checkpoint import load, newest_valid
-        found, notes = newest_valid(self.checkpoints)
-        if found is not None: self.step = load(found, self.worker)['step']
+        self.worker = warm if meet is None else ActorWorker(warm, ranks=self._meet(meet), **self._worker())
+        self.worker.faults = self.checkpoints.parent/'faults' # of the run's directory
+        found, notes = newest_valid(self.checkpoints) if meet is None else (meet['found'] and self.checkpoints/meet['found'], meet['notes'])
+        if found is not None: self.step = load(found, self.worker, checked=meet is not None)['step']
         return ''.join(f'; {n}' for n in notes)
 
     async def life(self):
         "Train to the end of the run; every caller waits for the same loop"
-        if self.running is None: self.running = asyncio.create_task(self._loop())
-        await asyncio.shield(self.running)
+        if self.running is None: self.running = asyncio.create_task(self._loop() if self.rank == 0 else self.over.wait())
+        try: await asyncio.shield(self.running)
+        except Exception:
+            if self.size > 1: await asyncio.sleep(3) # where another rank has died, it is that one's death that counts, and ours is on its way
+            raise
 
-    async def stop(self): self.over.set()
+    async def stop(self):
+        self.over.set()
+        if self.saving is not None: await self.saving
 
 # %% ../nbs/04_trainer.ipynb #55133a18
 @patch
@@ -96,17 +129,17 @@ async def _loop(self: ActorShell):
         batch = await self.coordinator.ask('next_batch', self.incarnation, self.step + 1)
         if batch is None: return
         if 'order' in batch: # a checkpoint is wanted, and there is time for it now
-            await self._checkpoint()
+            await self.save(wait=True)
             continue
-        if 'lr' in batch: self.worker.algorithm = self.worker.algorithm.model_copy(update={'lr': batch['lr']})
-        trajectories = await self.data.ask('fetch', [t for group in batch['trajectories'] for t in group])
-        waited = time.perf_counter() - t
+        ids, setting, waited = [t for group in batch['trajectories'] for t in group], {k: batch[k] for k in ('lr',) if k in batch}, time.perf_counter() - t
         async with self.lock:
-            metrics = await asyncio.to_thread(self.worker.step, trajectories, batch['step'])
-            self.step = batch['step']
+            metrics = (await self.all('learn', batch['step'], ids, setting))[0]
             version, published = await self._publish_somewhere()
-        await self.coordinator.ask('step_done', self.incarnation, self.step, version, metrics | published | {'wait_s': waited})
-        if self._due(): await self._checkpoint()
+        waited += metrics.pop('fetch_s')
+        await self.coordinator.ask('step_done', self.incarnation, self.step, version, metrics | published | self.took | {'wait_s': waited})
+        self.took = {}
+        if self.saving is not None and self.saving.done(): self.saving.result() # a checkpoint that could not be written is no secret
+        if self._due(): await self.save(wait=self.step == self.config.steps)
     await self.over.wait()
 
 @patch
@@ -122,6 +155,7 @@ async def adopt(self: ActorShell, socket: str) -> bool: # False: there is nothin
     sealed = self.client and self.client.writer.sealed
     if sealed is None: return False
     self.fresh = socket, RelayClient(socket)
+    if sealed.draft.part is not None: self.fresh[1].share(sealed.draft.layout, sealed.draft.part)
     self.fresh[1].writer.prepare(sealed.draft.layout)
     try: await asyncio.to_thread(sealed.hand_to, socket)
     except ConfigError: return True # it has that version, or a newer one
@@ -129,16 +163,9 @@ async def adopt(self: ActorShell, socket: str) -> bool: # False: there is nothin
 
 @patch
 async def _publish_somewhere(self: ActorShell) -> tuple[int, dict]: # version, figures
-    "Publish under a new number, taken under our lock. If the relay of this host is dead, what was written waits in our memory for its successor"
-    from laminar_sdk.core.errors import ClusterError
-    version, socket = await self.coordinator.ask('new_version', self.incarnation, self.step)
-    for _ in range(5):
-        try: return version, await asyncio.to_thread(self._publish, version, socket)
-        except ClusterError as e:
-            error, self.socket = e, None
-            await asyncio.sleep(.5)
-            socket = await self.coordinator.ask('actor_socket')
-    raise error
+    "Publish under a new number, taken under our lock. If the relay of a rank's host is dead, what was written waits in its memory for the successor"
+    version, sockets = await self.coordinator.ask('new_version', self.incarnation, self.step)
+    return version, await self.put_all(version, sockets)
 
 @patch
 def _publish(self: ActorShell, version: int, socket: str) -> dict:
@@ -164,13 +191,6 @@ def _memcpy(self: ActorShell, nbytes: int) -> float: # s
 def _due(self: ActorShell) -> bool:
     every = self.config.checkpoint_every
     return self.step == self.config.steps or (every > 0 and self.step % every == 0)
-
-@patch
-async def _checkpoint(self: ActorShell):
-    from laminar_sdk.training.checkpoint import save
-    cut = await self.coordinator.ask('cut', self.step)
-    path = await asyncio.to_thread(save, self.checkpoints, self.worker, self.step, cut, self.config.keep_checkpoints)
-    await self.coordinator.ask('checkpoint_saved', self.step, path.name)
 
 # %% ../nbs/04_trainer.ipynb #24f8fb12
 @patch

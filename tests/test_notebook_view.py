@@ -29,7 +29,7 @@ def series(records):
 def of(records, kind): return [r for r in records if isinstance(r.event, kind)]
 
 
-@pytest.mark.parametrize('chart', [c for c in PANELS if 'traces' in c], ids=lambda c: c['id'])
+@pytest.mark.parametrize('chart', [c for c in PANELS if c['traces']], ids=lambda c: c['id'])
 def test_each_curve_shows_what_was_recorded(chart, records, series):
     for trace in chart['traces']:
         x, y = points(series, trace)

@@ -218,16 +218,16 @@ def test_tokens_that_an_engine_kept_back_are_of_the_version_that_made_them(monke
     import laminar_sdk.rollout.emulated as module
     monkeypatch.setattr(module, '_pull', lambda version, path: LoadReport(version, 0., True, 0, emulated=True))
     async def run():
-        receiver, engine, made = Receiver(), EmulatedEngine(step_s=.001, show_s=.2, answer=forever()), []
+        receiver, engine, made = Receiver(), EmulatedEngine(step_s=.003, show_s=.2, answer=forever()), []
         hold = engine.decoder.hold
         engine.decoder.hold = lambda: (made.append({id: engine.decoder.made_by(s) for id, s in engine.running.items()}), hold())
         async with working(receiver, engine) as w:
-            await w.wave(1, 1, '', [item(t, n=300 + t) for t in range(1, 5)])
+            await w.wave(1, 1, '', [item(t, n=600 + t) for t in range(1, 5)])
             await until(lambda: len(receiver.seen) == 4 and all(len(t) > 10 for t in receiver.seen.values()))
             await w.switch(1, 2, '')
             await until(lambda: len(receiver.ended()) == 4)
         switch = made[-1]
-        assert len(switch) == 4 and all(t.versions == [(0, 1), (switch[f'{i}.1'], 2)] and len(t) == 300 + i for (i, _), t in receiver.seen.items())
+        assert len(switch) == 4 and all(t.versions == [(0, 1), (switch[f'{i}.1'], 2)] and len(t) == 600 + i for (i, _), t in receiver.seen.items())
     go(run())
 
 

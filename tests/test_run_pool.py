@@ -22,6 +22,7 @@ def test_schedules(cluster, model, tmp_path, schedule):
     run = start(cluster, model, tmp_path, schedule, schedule=schedule, steps=6, n=4, colocated=schedule == 'sync', engine=dict(step_s=.02))
     s, counts, seen = finish(run)
     assert counts['train']['trained'] == 6 * 4 * 2 and len(rows(seen)) == 6
+    assert s['emulated'] and all(r['emulated'] for r in rows(seen)) and any('EMULATED' in t for t in notices(seen)), 'it says so everywhere'
     worst = max(r['staleness_max'] for r in rows(seen))
     assert worst <= dict(sync=0, one_step=1, stream=1).get(schedule, 99)
     answers = run.trajectories(100)

@@ -45,7 +45,6 @@ def test_what_is_set_acts_survives_a_crash_and_is_in_the_report(cluster, model, 
     with pytest.raises(MissingError): run.trajectory(10**9)
     past = run.glance()
     assert past[-1].seq >= 1 and {ev.StepDone, ev.PoolSeen, ev.WorkSeen} <= {type(r.event) for r in past}
-    assert sum(n for r in past if isinstance(r.event, ev.WorkSeen) for *_, n in r.event.ended) > 8
 
     page = run.report(tmp_path/'report.html').read_text()
     for text in ('learning rate 0.0005 from the next step on', 'staleness is bounded by 2 versions', 'no repack any more, B 3, C_max 0.5', 'a checkpoint is asked for'): assert text in page, text
@@ -66,6 +65,7 @@ def test_a_tracker_that_fails_is_a_notice_and_no_more(cluster, model, tmp_path):
     run = start(cluster, model, tmp_path, 'untracked', trackers={'tensorboard': dict(no_such_argument=1)})
     _, counts, seen = finish(run)
     assert counts['train']['trained'] == 4 * 2 * 2 and any('trackers (tensorboard)' in t for t in notices(seen))
+    assert sum(n for r in seen if isinstance(r.event, ev.WorkSeen) for *_, n in r.event.ended) >= 16 # every answer that was scored is counted
 
 
 @pytest.mark.long

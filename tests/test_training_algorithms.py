@@ -1,5 +1,7 @@
 "The gradient of the actor, with every algorithm, against formulas that are written out here row by row; any micro-batch size gives the same"
-import dataclasses
+import dataclasses, threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -342,41 +344,98 @@ SHARED = dict(ppo=PPO(group_size=4, kl=.1, kl_as='reward', reference='initial', 
               gspo=GSPO(entropy=.01, kl=.1, reference='initial', old='interpolated', corrections='staleness', grad_clip=1e9), whitened=ReinforcePPBaseline(overlong_filter=True, grad_clip=1e9))
 
 
-def learned(name, ranks):
-    "Two steps, at a rank or alone: the masters, and the last step's figures"
+def student(name, ranks):
     w = Spy(SHARED[name], ranks=ranks, micro_tokens=64)
     w._optimize = lambda: ActorWorker._optimize(w)
     if w.critic: del w.critic.optimizer.step
     w.optimizer = torch.optim.SGD(w.masters.masters, lr=.02)
+    return w
+
+
+def learned(w):
+    "Two steps: the masters, and the last step's figures"
     for seed in range(2): m = w.step(groups(seed))
     return torch.cat([x.flatten() for x in w.masters.masters]), {k: v for k, v in m.items() if 'second' not in k and k not in ('tokens_per_s', 'micro_batches', 'padding_waste', 'tokens_computed')}
 
 
-def one_of_two(rank, where, said):
-    from laminar_sdk.training.ranks import Ranks, listen
-    torch.set_num_threads(1)
-    place = listen('127.0.0.1') if rank == 0 else None
-    if place: where.put(place.getsockname()[:2])
-    address = place.getsockname()[:2] if place else where.get(timeout=60)
-    ranks = Ranks(rank, 2).meet('127.0.0.1', address, place, timeout_s=60)
-    said.put((rank, {name: (x.numpy(), m) for name in SHARED for x, m in [learned(name, ranks)]}))
-    ranks.leave()
+class Table:
+    "Where ranks meet that are threads of one process: what each puts down, all see"
+    def __init__(self, size): self.size, self.mine, self.put, self.barrier = size, threading.local(), [None]*size, threading.Barrier(size, timeout=60)
+
+    def all(self, x):
+        self.put[self.mine.rank] = x.clone()
+        self.barrier.wait()
+        seen = [x.clone() for x in self.put]
+        self.barrier.wait()
+        return seen
+
+    def all_gather(self, got, x):
+        for g, y in zip(got, self.all(x), strict=True): g.copy_(y)
+
+    def all_reduce(self, x, op=torch.distributed.ReduceOp.SUM, async_op=False):
+        assert op == torch.distributed.ReduceOp.SUM
+        x.copy_(torch.stack(self.all(x)).sum(0))
+        return SimpleNamespace(wait=lambda: None)
 
 
-@pytest.mark.timeout(180)
-def test_two_ranks_judge_and_learn_as_one():
+@pytest.mark.parametrize('name', SHARED)
+def test_two_ranks_judge_and_learn_as_one(name, monkeypatch):
     "Values, distances from the reference, whitening and counts are of the whole step on each rank"
-    import multiprocessing as mp
-    from laminar_sdk.training.ranks import Alone
-    context = mp.get_context('spawn')
-    where, said = context.Queue(), context.Queue()
-    started = [context.Process(target=one_of_two, args=(r, where, said), daemon=True) for r in range(2)]
-    for p in started: p.start()
-    try: both = [x for _, x in sorted((said.get(timeout=120) for _ in range(2)), key=lambda x: x[0])]
-    finally:
-        for p in started: p.join(10), p.kill()
-    for name in SHARED:
-        one, figures = learned(name, Alone())
-        (a, m), (b, _) = (x[name] for x in both)
-        assert np.array_equal(a, b) and np.linalg.norm(a - one.numpy()) <= 1e-6*np.linalg.norm(one.numpy()), name
-        assert m.keys() == figures.keys() and all(m[k] == pytest.approx(figures[k], rel=1e-3, abs=1e-6) for k in m), (name, m, figures)
+    from laminar_sdk.training.ranks import Alone, Ranks
+    table = Table(2)
+    for f in 'all_gather', 'all_reduce': monkeypatch.setattr(torch.distributed, f, getattr(table, f))
+    both = [student(name, Ranks(r, 2)) for r in range(2)]
+    def work(rank):
+        table.mine.rank = rank
+        try: return learned(both[rank])
+        except BaseException: table.barrier.abort(); raise
+    with ThreadPoolExecutor(2) as pool: (a, m), (b, _) = pool.map(work, range(2))
+    one, figures = learned(student(name, Alone()))
+    assert torch.equal(a, b) and (a - one).norm() <= 1e-6*one.norm()
+    assert m.keys() == figures.keys() and all(m[k] == pytest.approx(figures[k], rel=1e-3, abs=1e-6) for k in m), (m, figures)
+
+
+def test_the_names_of_the_config_are_those_of_the_catalogue():
+    from typing import get_args
+    from laminar_sdk.core.config import CLIPS, OPTIONS
+    from laminar_sdk.learning.catalogue import ADVANTAGES, AGGREGATIONS, CORRECTIONS, LOSSES
+    names = lambda field: set(get_args(Algorithm.model_fields[field].annotation))
+    assert names('advantage') == set(ADVANTAGES) - {'remax'} and names('aggregation') == set(AGGREGATIONS)
+    assert names('loss') == set(LOSSES) - {'dual_clip'} and set(OPTIONS) == set(CORRECTIONS) - {'interpolated_proximal'}
+    assert {c: set(o) for c, o in OPTIONS.items()} == {c: set(CORRECTIONS[c].options) for c in OPTIONS}
+    for loss, (low, high) in CLIPS.items(): assert (low, high) == tuple(LOSSES[loss].options[k] for k in ('clip_low', 'clip_high'))
+
+
+def test_the_gap_is_the_same_figure_whatever_the_ratio_is_taken_against():
+    said = [Spy(GRPO(old=old, loss=loss)).step(groups()) for old, loss in (('engine', 'clipped'), ('actor', 'clipped'), ('engine', 'gspo'))]
+    for m in said[1:]: assert {k: m[k] for k in ('ess', 'gap_k1', 'gap_k3', 'ppl_gap')} == pytest.approx({k: said[0][k] for k in ('ess', 'gap_k1', 'gap_k3', 'ppl_gap')}, rel=1e-5)
+
+
+@pytest.mark.parametrize('a', [PPO(group_size=4, kl=.1, kl_as='reward', reference='initial', lr=1e-3), GRPO(kl=.1, reference='initial', entropy=.01, lr=1e-3, logits_mib=1)], ids=lambda a: a.name)
+def test_additions_of_low_rank_learn_with_reference_and_critic(a):
+    from laminar_sdk.core.config import LoRA
+    w = ActorWorker(random_policy(), algorithm=a, device='cpu', lora=LoRA(rank=2))
+    said = [w.step(groups(seed)) for seed in range(3)]
+    assert [m['updates'] for m in said] == [1, 1, 1] and abs(said[0]['reference_k3']) < 1e-9 < said[2]['reference_k3']
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('preset', [GRPO, DrGRPO, RLOO, ReinforcePP, ReinforcePPBaseline, GSPO, CISPO, DPPO, DAPO, PPO])
+def test_every_preset_learns_a_toy_task(preset, figures):
+    "Answer with the prompt's first symbol, thrice: from one in nineteen to nearly always"
+    w, said = ActorWorker(random_policy(), algorithm=preset(lr=1e-2, **(dict(critic_lr=1e-2) if preset is PPO else {})), device='cpu', max_tokens=10, seed=0), []
+    for step in range(40):
+        w.version, made = step, []
+        for g in range(8):
+            prompt, logps = [2 + (5*step + g) % 4, 12], []
+            ids = torch.tensor([prompt]*8)
+            for _ in range(3):
+                with torch.no_grad(): logp = w.model(ids, use_cache=False).logits[:, -1].log_softmax(-1)
+                drawn = logp.exp().multinomial(1)
+                ids, logps = torch.cat([ids, drawn], 1), [*logps, logp.gather(1, drawn)]
+            made += [actor.Trajectory(id=8*g + i, group_id=g, prompt_id=g, sample_index=i, prompt_ids=np.array(prompt, np.int32), response_ids=row[2:].numpy().astype(np.int32),
+                                      logprobs=lp.numpy(), loss_mask=np.ones(3, np.uint8), versions=[(0, step)], finish_reason='stop', reward=float((row[2:] == prompt[0]).double().mean()))
+                     for i, (row, lp) in enumerate(zip(ids, torch.cat(logps, 1)))]
+        said.append(w.step(made)['reward'])
+    figures.update(before=np.mean(said[:3]), after=np.mean(said[-3:]))
+    assert np.mean(said[:3]) < .2 < .9 < np.mean(said[-3:])

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['OPTIONS', 'CLIPS', 'ALGORITHMS', 'SPLITS', 'Config', 'Sampling', 'for_training', 'Algorithm', 'GRPO', 'DrGRPO',
            'RLOO', 'ReinforcePP', 'ReinforcePPBaseline', 'GSPO', 'CISPO', 'DPPO', 'DAPO', 'PPO', 'as_algorithm',
-           'Reward', 'as_rewards', 'Eval', 'Buffer', 'Curriculum', 'Mixture', 'as_mixture', 'Repack', 'RunConfig']
+           'Reward', 'as_rewards', 'Eval', 'Buffer', 'Curriculum', 'Mixture', 'as_mixture', 'Repack', 'LoRA',
+           'RunConfig']
 
 # %% ../../nbs/core/02_config.ipynb #2222eef6
 from typing import Any, Callable, ClassVar, Literal
@@ -57,6 +58,7 @@ CLIPS = dict(clipped=(.2, .28), decoupled=(.2, .28), gspo=(3e-4, 4e-4), cispo=(1
 
 class Algorithm(Config):
     "What a step learns from its trajectories, and how"
+    model_config = ConfigDict(defer_build=True) # a preset that nobody uses costs nothing
     preset: ClassVar[dict] = {} # what a subclass sets otherwise
     name: str = 'custom' # of the preset
     group_size: int = Field(8, ge=1) # samples of one prompt
@@ -286,6 +288,12 @@ class Repack(Config):
     every: float = Field(5.0, gt=0) # s between looks
     batch: int | None = Field(None, ge=1) # B, the knee of the decode roofline; None = measured
     kv_max: float | None = Field(None, gt=0, le=1) # C_max as a fraction of the KV cache; None = measured; at most 0.9 (what grows until the next look is counted on top)
+
+class LoRA(Config):
+    "Low-rank adaptation (arXiv 2106.09685): a few numbers a layer learn, the model stays"
+    rank: int = Field(8, ge=1) # of each addition
+    alpha: float | None = Field(None, gt=0) # additions are scaled by alpha ÷ rank; None = 2 × rank
+    targets: str | tuple[str, ...] = () # ends of the names of layers, or 'all-linear'; () = what is usual for the architecture
 
 class RunConfig(Config):
     "A whole run, as written to config.json"

@@ -165,7 +165,8 @@ def headline(name: str, series: Series, steps: int | None = None, state: str = '
     f = lambda key, fmt: '–' if (v := series.last(key)) is None else format(v, fmt)
     of = f' of {steps}' if steps else ''
     held_out = f'{series.evals[-1].accuracy:.3f}' if series.evals else '–'
-    return (f'<b>{escape(name)}</b>: {escape(state or series.state)} · step {f("step", "d")}{of} · {series.t:.0f} s · reward {f("reward", ".3f")} · '
+    made_up = 'EMULATED ENGINES · ' if series.last('emulated') else ''
+    return (f'<b>{escape(name)}</b>: {made_up}{escape(state or series.state)} · step {f("step", "d")}{of} · {series.t:.0f} s · reward {f("reward", ".3f")} · '
             f'held-out {held_out} · staleness {f("staleness_mean", ".1f")} (max {f("staleness_max", "d")}) · length {f("length_median", ".0f")} '
             f'(p99 {f("length_p99", ".0f")}) · {f("gen_tokens_per_s", ",.0f")} tok/s')
 

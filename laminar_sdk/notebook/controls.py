@@ -32,12 +32,14 @@ class Controls:
         self.batch, self.kv_max = field(w.BoundedIntText, 'B', 80, value=0, min=0, max=1 << 20), field(w.BoundedFloatText, 'C_max', 110, value=.0, min=0.,
                 max=1., step=.05)
         self.n, self.which = field(w.BoundedIntText, 'rollouts', 120, value=1, min=0, max=4096), field(w.Dropdown, '', 100, options=[])
+        self.kind = field(w.Dropdown, '', 100, options=[])
+        self.kind.layout.display = 'none' # until it is known that there are several
         self.lr, self.stale = field(w.Text, 'learning rate', 160), field(w.Text, 'staleness ≤', 155, placeholder='no bound')
         self.scale, self.drain = button('Scale', 'So many rollouts from now on'), button('Drain', 'No new work for it; it ends when nothing is left')
         self.apply, self.set = button('Apply', 'Repack as set here; 0 leaves a threshold as it is'), button('Set', 'From the next step, and the next wave, on')
         self._wire()
         row = lambda *ws: w.HBox(ws, layout=w.Layout(flex_flow='row wrap', align_items='center'))
-        self.box = w.VBox([row(*self.buttons.values(), self.n, self.scale, self.which, self.drain),
+        self.box = w.VBox([row(*self.buttons.values(), self.n, self.kind, self.scale, self.which, self.drain),
                            row(self.repack, self.every, self.batch, self.kv_max, self.apply, self.lr, self.stale, self.set), self.said])
 
     def _wire(self):
@@ -50,7 +52,7 @@ class Controls:
         b['Stop'].on_click(lambda _: self._stop())
         self.apply.on_click(lambda _: self.ask(self._wish(), lambda: run.pool.repack(self.repack.value, every=self.every.value, batch=self.batch.value
                 or None, kv_max=self.kv_max.value or None)))
-        self.scale.on_click(lambda _: self.ask(f'scale to {self.n.value} rollouts', lambda: run.pool.scale(self.n.value)))
+        self.scale.on_click(lambda _: self.ask(f'scale to {self.n.value} rollouts', lambda: run.pool.scale(self.n.value, **({'kind': self.kind.value} if self.kind.value else {}))))
         self.drain.on_click(lambda _: self.ask(f'drain rollout/{self.which.value}', lambda: run.pool.drain(self.which.value)))
         self.set.on_click(lambda _: self.ask(f'learning rate {self.lr.value}, staleness ≤ {self.stale.value or "no bound"}', self._set))
 
@@ -79,6 +81,8 @@ class Controls:
             self.repack.value, self.every.value = r['on'], r['every']
             self.batch.value, self.kv_max.value = r.get('batch') or 0, r.get('kv_max') or 0.
         if m.get('rollouts'): self.n.value = len(m['rollouts'])
+        kinds = list(getattr(self.run.pool, 'kinds', ()))
+        if len(kinds) > 1: self.kind.options, self.kind.value, self.kind.layout.display = kinds, kinds[0], None
         self.known(status)
         if 'lr' in m: self.lr.value, self.stale.value = self.had = f"{m['lr']:g}", '' if m['max_staleness'] is None else str(m['max_staleness'])
 

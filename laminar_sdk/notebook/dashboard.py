@@ -6,10 +6,10 @@
 __all__ = ['EVERY_S', 'PLAIN_S', 'STATUS_S', 'ENDED', 'only_plain', 'PlainView', 'Dashboard']
 
 # %% ../../nbs/notebook/02_dashboard.ipynb #91ef4784
-import os, sys, threading, time
+import os, re, sys, threading, time
 from typing import Any
 
-from .charts import Series, headline, notices
+from .charts import Series, headline
 from .controls import Controls
 from .lanes import repack_log
 from .svg import picture, sparks
@@ -37,8 +37,8 @@ class PlainView:
         self.tell_all()
 
     def tell_all(self):
-        drawn = f'<div style="background:white;max-width:960px">{picture(self.name, self.series, self.steps)}</div>'
-        self.widget.value = drawn + repack_log(self.series.lanes) + notices(self.series)
+        drawn = re.sub('width="[0-9]+" height="[0-9]+"', 'width="100%"', picture(self.name, self.series, self.steps), count=1) # as wide as the page allows
+        self.widget.value = f'<div style="background:white;max-width:960px">{drawn}</div>{repack_log(self.series.lanes)}'
 
     def remind(self): "Nothing is lost here: what it shows is the widget's own value"
     def shown(self): "Nor does it wait to be heard"

@@ -18,8 +18,10 @@ from .view import LiveView, look_up
 class Replay:
     "A run's past; `at(t)` is what a viewer had seen by then"
 
-    def __init__(self, run: Any # `PastRun`, or anything with `name`, `config` and `events()`
+    def __init__(self, run: Any, # `PastRun`, or anything with `name`, `config` and `events()`
+                 plain: bool | None = None # for pages without our script, as `dashboard(plain=…)`
                 ):
+        self.plain = plain
         self.run, self.records = run, sorted(run.events(), key=lambda r: (r.t, r.seq))
         self.times = [r.t for r in self.records]
         self.series, self.seen = Series(), 0
@@ -43,13 +45,12 @@ class Replay:
         series = self.at(t)
         return picture(self.run.name, series, self.run.config.get('steps')) + repack_log(series.lanes)
 
-    def widget(self, plain: bool | None = None # for pages without our script, as `dashboard(plain=…)`
-              ):
+    def widget(self):
         "The live view under a slider and a play button"
         import ipywidgets as w
         from laminar_sdk.notebook.dashboard import only_plain
         if self.box is None:
-            if not (only_plain() if plain is None else plain): return self._live()
+            if not (only_plain() if self.plain is None else self.plain): return self._live()
             slider = w.FloatSlider(value=self.end, min=0., max=max(self.end, 1.), step=max(self.end, 1.) / 500, readout_format='.0f', description='time (s)',
                                    continuous_update=False, layout=w.Layout(width='700px'))
             play, view = w.Play(min=0, max=500, step=2, interval=250), w.HTML(self.html(self.end))

@@ -40,8 +40,8 @@ _STYLE = ('body{font-family:sans-serif;max-width:1100px;margin:2em auto}'
 
 _MODEL = '''
 const told = JSON.parse(document.getElementById('told').textContent), ears = []
-const hear = m => { for (const f of ears) f(m, []) }
-const model = {get: k => told[k], on: (_, f) => ears.push(f), send: m => m.want == 'rows' ? hear({kind: 'rows', rows: told.rows}) : m.want == 'page' ? hear({kind: 'page', html: told.pages[m.id] || 'not in this file'}) : null}
+const reply = m => { for (const f of ears) f(m, []) }
+const model = {get: k => told[k], on: (_, f) => ears.push(f), send: m => m.want == 'rows' ? reply({kind: 'rows', rows: told.rows}) : m.want == 'page' ? reply({kind: 'page', html: told.pages[m.id] || 'not in this file'}) : null}
 window.laminarPlotly = {Plotly: window.Plotly}
 const view = make()
 view.initialize({model})

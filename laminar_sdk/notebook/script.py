@@ -15,7 +15,7 @@ function take(s, d) {
   for (const k of ['steps', 'evals', 'plans', 'marks', 'notices', 'work', 'spread']) s[k].push(...(d[k] || []))
   for (const [t, ids, v, n, kv] of d.pool || []) ids.forEach((id, k) => points(s, id).push([t, v[k], n[k], kv[k] / 1e4]))
   for (const [id, rows] of d.lanes || []) s.lanes.set(id, rows.map(([t, v, n, kv]) => [t, v, n, kv / 1e4]))
-  for (const [id, rows] of s.lanes) if (rows.length > 4000) s.lanes.set(id, thin(rows, 4000))
+  for (const [id, rows] of s.lanes) if (rows.length > 2000) s.lanes.set(id, thin(rows, 2000))
   for (const e of d.done || []) s.done.set(e.plan, e)
   for (const [v, earned, b, n] of d.ended || []) { const k = v + (earned ? '+' : '-'), m = s.ended.get(k) || s.ended.set(k, {}).get(k); m[b] = (m[b] || 0) + n }
   fold(s)
@@ -48,8 +48,9 @@ function lanes(s, seconds, width) {
   const seen = new Map(ids.map(id => {
     const p = s.lanes.get(id); let a = 0, b = p.length
     while (a < b) { const m = (a + b) >> 1; p[m][0] < first ? a = m + 1 : b = m }
-    const q = p.slice(a), k = Math.ceil(q.length / (ids.length <= 16 ? 400 : 160)) || 1
-    return [id, q.filter((_, i) => (q.length - 1 - i) % k == 0)]
+    const q = [], k = Math.ceil((p.length - a) / (ids.length <= 16 ? 400 : 160)) || 1
+    for (let i = a + (p.length - 1 - a) % k; i < p.length; i += k) q.push(p[i])
+    return [id, q]
   }))
   const top = Math.max(...[...seen.values()].flatMap(q => q.map(p => p[3])), 0) || 1
   for (const id of ids) {
@@ -139,11 +140,11 @@ function traces(s, c) { // what plotly is given for one chart
 function others(s, spec) { // figures that no chart names: nothing that the actor reports stays unseen
   const named = new Set([...spec.charts.flatMap(c => (c.traces || []).map(t => t.key)), ...spec.plain]), more = new Set()
   for (const m of s.steps.slice(-3)) for (const [k, v] of Object.entries(m)) if (typeof v == 'number' && !named.has(k)) more.add(k)
-  return [...more].sort().slice(0, 16).map(k => ({id: 'other-' + k, tab: 'Learning', title: k.replaceAll('_', ' '), free: true, traces: [{name: k, key: k, style: {line: {color: '#0072B2'}}}]}))
+  return [...more].sort().slice(0, 16).map(k => ({id: 'other-' + k, tab: 'Learning', title: k.replace(/[_<>&]/g, ' '), free: true, traces: [{name: k.replace(/[<>&]/g, ' '), key: k, style: {line: {color: '#0072B2'}}}]}))
 }
 function draw(Plotly, box, s, c) {
-  const [data, more] = traces(s, c)
-  if (box.hidden = !data.some(t => t.x.length)) return // nothing to show yet
+  const [all, more] = traces(s, c), data = all.filter(t => t.x.length)
+  if (box.hidden = !data.length) return // nothing to show yet
   const dim = 'rgba(128,128,128,.22)', ink = getComputedStyle(box).color
   const axis = o => ({gridcolor: dim, zerolinecolor: dim, linecolor: dim, automargin: true, ...o})
   Plotly.react(box, data, {height: 236, margin: {l: 46, r: 14, t: 44, b: 34}, paper_bgcolor: 'rgba(0,0,0,0)', plot_bgcolor: 'rgba(0,0,0,0)', font: {color: ink, size: 11}, uirevision: 'same', hovermode: 'closest', showlegend: data.length > 1,
@@ -209,7 +210,7 @@ function initialize(mine, model) {
 }
 function render(mine, model, el) {
   const spec = JSON.parse(model.get('spec')), tabs = spec.tabs, boxes = new Map(), rows = browser(model)
-  let open = tabs[0], seconds = 90, Plotly = window.laminarPlotly?.Plotly, timer = null, drawn = 0
+  let open = tabs[0], seconds = 90, Plotly = window.laminarPlotly?.Plotly, timer = null, drawn = 0, rest = 200
   const lane = node('div', {className: 'laminar-lanes'}), log = node('div', {className: 'laminar-log'}), grid = node('div', {className: 'laminar-grid'}), said = node('pre', {className: 'laminar-said'})
   const bar = node('div', {className: 'laminar-bar'}, ...tabs.map(t => node('button', {className: 'laminar-tab', onclick: () => { open = t; layout() }}, t)))
   const spans = node('span', {className: 'laminar-spans'}, ...[[90, '90 s'], [600, '10 min'], [null, 'all']].map(([n, t]) => node('button', {className: 'laminar-span', onclick: () => { seconds = n; layout() }}, t)))
@@ -223,8 +224,8 @@ function render(mine, model, el) {
     paint()
   }
   function paint() {
-    timer = null; drawn = performance.now()
-    const s = mine.s
+    timer = null
+    const s = mine.s, began = performance.now()
     if (open == tabs[0]) { lane.innerHTML = lanes(s, seconds, Math.max(600, Math.min(1400, root.clientWidth || 960))); log.innerHTML = repacks(s) }
     said.textContent = s.notices.slice(-5).map(n => `${n.t.toFixed(0).padStart(6)} s  ${n.text.replace(hidden, '\ufffd')}`).join('\n')
     const wanted = [...spec.charts, ...others(s, spec)].filter(c => c.tab == open)
@@ -235,8 +236,9 @@ function render(mine, model, el) {
       draw(Plotly, b, s, c)
     }
     root.dataset.seq = s.seq; root.dataset.steps = s.steps.at(-1)?.step ?? 0; root.dataset.lanes = s.lanes.size; root.dataset.plotly = Plotly ? 1 : 0
+    drawn = performance.now(); rest = Math.max(200, 4 * (drawn - began)) // at most a fifth of the time
   }
-  const view = {soon: () => timer ||= setTimeout(paint, Math.max(0, 200 - (performance.now() - drawn))),
+  const view = {soon: () => timer ||= setTimeout(paint, Math.max(0, rest - (performance.now() - drawn))),
     hear: m => m.kind == 'rows' ? rows.rows(m.rows) : m.kind == 'page' ? rows.page(m.html) : m.kind == 'said' ? rows.said(m.text) : null}
   mine.views.add(view)
   if (!Plotly) library(model).then(P => { Plotly = P; paint() })

@@ -22,8 +22,8 @@ def _short(metrics: dict) -> dict: return {k: float(f'{v:.6g}') if isinstance(v,
 def _pool(t: float, e: ev.PoolSeen) -> list: # time, and a list for ids, versions, trajectories, KV use in ten-thousandths
     ids, versions, running, kv = zip(*e.rows()) if e.rollout else ((), (), (), ())
     return [round(t, 2), ids, versions, running, [round(k * 10_000) for k in kv]]
-def _plan(t: float, e: ev.Repacked) -> dict: return dict(t=t, **msgspec.structs.asdict(e))
-def _done(t: float, e: ev.RepackDone) -> dict: return dict(t=t, **msgspec.structs.asdict(e))
+def _plan(t: float, e: ev.Repacked) -> dict: return dict(t=round(t, 2), **msgspec.structs.asdict(e))
+def _done(t: float, e: ev.RepackDone) -> dict: return dict(t=round(t, 2), **msgspec.structs.asdict(e))
 def _eval(e: ev.EvalDone) -> dict: return dict(step=e.step, accuracy=e.accuracy, n=e.n)
 def _mark(t: float, e: ev.Notice) -> list[dict]:
     i = e.where.partition('/')[2]

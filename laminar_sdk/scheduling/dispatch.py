@@ -81,9 +81,11 @@ def waves(self: Dispatch) -> list[Command]:
     free = self.fleet.free() if self.ledger.waiting['train'] or self.ledger.waiting['eval'] or self.permits() else []
     weights = self.fleet.weights() if free or self.schedule.refill else {}
     s = self.situation() if free else None # what begins now begins at one version
+    left = sum(weights[o.id] for o in free)
     for i, r in enumerate(free):
         held_out = self.evals.seats(r, len(free) - i)
-        version, ids = held_out or self._train_seats(r, sum(weights[o.id] for o in free[i:]), weights, s)
+        version, ids = held_out or self._train_seats(r, left, weights, s)
+        left -= weights[r.id]
         if ids: out.append(self._start(r, version, ids, 'eval' if held_out else 'train'))
     return out + (self._refill(weights) if self.schedule.refill else [])
 
@@ -97,7 +99,7 @@ def _train_seats(self: Dispatch, r: Rollout,
     permits, size, fresh = self.permits(version), self.config.algorithm.group_size, self._fresh()
     work = sum(map(len, fresh)) + permits * size
     if not work: return None, []
-    room, ids = min(self._wave(r, weights), ceil(work * weights[r.id] / free)), []
+    room, ids = min(self._wave(r, weights, sum(weights.values())), ceil(work * weights[r.id] / free)), []
     for part in fresh:
         if ids and len(ids) + len(part) > room: break
         ids += part
@@ -107,8 +109,8 @@ def _train_seats(self: Dispatch, r: Rollout,
     return version, ids
 
 @patch
-def _wave(self: Dispatch, r: Rollout, weights: dict[int, float]) -> int: # trajectories
-    like_this = r.batch * sum(weights.values()) / weights[r.id] # B of all, if they were such rollouts as this one
+def _wave(self: Dispatch, r: Rollout, weights: dict[int, float], total: float) -> int: # trajectories
+    like_this = r.batch * total / weights[r.id] # B of all, if they were such rollouts as this one
     return self.schedule.wave(r.batch, r.capacity, like_this, self.config.prompts_per_step * self.config.algorithm.group_size)
 
 @patch
@@ -178,7 +180,8 @@ def _refill(self: Dispatch, weights: dict[int, float]) -> list[Command]:
     if not fresh and not self.permits(): return []
     able = [r for r in self.fleet.rollouts.values() if r.running and r.kind == 'train' and not r.draining and r.newer is None
             and r.version == self._version(r, s)]
-    queue = [(r.seats / weights[r.id], r.id, r.seats, self._wave(r, weights)) for r in able]
+    total = sum(weights.values())
+    queue = [(r.seats / weights[r.id], r.id, r.seats, self._wave(r, weights, total)) for r in able]
     heapify(queue)
     while queue:
         _, i, taken, limit = heappop(queue)
@@ -196,5 +199,6 @@ def wanted(self: Dispatch) -> int: # rollouts
     weights, size = self.fleet.weights(), self.config.algorithm.group_size
     if not weights: return 0
     todo = self.permits() * size + sum(map(len, self.ledger.waiting.values()))
-    wave = sum(max(1, self._wave(self.fleet.rollouts[i], weights) // size) * size for i in weights) / len(weights) # of whole groups
+    total = sum(weights.values())
+    wave = sum(max(1, self._wave(self.fleet.rollouts[i], weights, total) // size) * size for i in weights) / len(weights) # of whole groups
     return max(0, ceil(todo / wave) - len(self.fleet.free()))

@@ -331,8 +331,10 @@ def status(self: RolloutManager) -> dict[str, Any]:
     "Where the run stands, for a dashboard"
     b = self.ledger
     return dict(step=b.trained_step, steps=self.config.steps, checkpointed=b.checkpointed, incarnation=b.incarnation, newest_version=b.newest,
-                groups=self.dispatch.groups() | dict(bound=self.config.groups_bound), prompts=self.dispatch.cursor.position, cursor=self.dispatch.cursor.state(),
-                counts={k: b.counts(k) for k in ('train', 'eval')}, stale_reports=b.stale_reports, stale_answers=self.outcomes.stale_answers, unranked=self.batches.order.unranked,
+                groups=self.dispatch.groups() | dict(bound=self.config.groups_bound), prompts=self.dispatch.cursor.position,
+                cursor=self.dispatch.cursor.state(),
+                counts={k: b.counts(k) for k in ('train', 'eval')}, stale_reports=b.stale_reports, stale_answers=self.outcomes.stale_answers,
+                unranked=self.batches.order.unranked,
                 paused=self.paused, ended=self.ended, actor_waits=self.batches.asked is not None,
                 evaluations=dict(open=len(self.evals.open), due=len(self.evals.due), groups=sum(len(self.evals.rounds[r]) for r in self.evals.open),
                                  left=sum(self.evals.left.values())),

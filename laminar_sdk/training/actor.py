@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from ..core.config import GRPO, Algorithm
+from ..core.config import GRPO, Algorithm, LoRA
 from ..core.errors import ConfigError
 from ..core.types import Trajectory
 from ..learning.batching import balanced_microbatches
@@ -30,6 +30,7 @@ from .masters import DTYPES, Masters
 from .objective import ALL_SUMS, Objective, Tokens
 from .pieces import Pieces
 from .policy import Policy, load_policy
+from .lora import low_rank
 from .ranks import Alone
 from .reference import Reference
 from .step_batch import Figures, Rectangle, StepBatch
@@ -52,7 +53,8 @@ class ActorWorker:
                  micro_tokens: int | None = None, # padded tokens in a micro-batch; None: the algorithm's
                  share_prompts: bool = True, # read a prompt once for all its samples, where the model allows it and it pays
                  device: str | None = None, # None: a GPU if there is one
-                 ranks: Alone = Alone() # with whom it learns; see the notebook on ranks
+                 ranks: Alone = Alone(), # with whom it learns; see the notebook on ranks
+                 lora: LoRA | None = None # learn additions of low rank, and leave the model as it is
                 ):
         if threads: torch.set_num_threads(threads)
         torch.manual_seed(seed)
@@ -63,7 +65,7 @@ class ActorWorker:
         compute = 'float32' if self.device.type == 'cpu' else publish_dtype
         self.critic = self._make_critic(ranks) if algorithm.critic else None
         self.ranks, self.model = ranks, ranks.place(self.policy.model.eval(), self.device, DTYPES[compute])
-        self.masters = Masters(self.model, publish_dtype, compute)
+        self.masters = Masters(self.model, publish_dtype, compute) if lora is None else low_rank(self.model, lora, algorithm, publish_dtype, compute, seed)
         self.optimizer = torch.optim.AdamW(self.masters.masters, lr=algorithm.lr, betas=algorithm.betas, weight_decay=algorithm.weight_decay, fused=True)
         self.head, self.share_prompts = ResponseHead(self.model), share_prompts and can_share(self.model) and not ranks.sharded
         self._set_up(algorithm, micro_tokens, max_tokens, steps)
@@ -82,7 +84,8 @@ SAVING = .15 # of the tokens, from which on prompts are read apart
 def _set_up(self: ActorWorker, a: Algorithm, micro_tokens, max_tokens, steps):
     "What the algorithm asks for beside the policy"
     limit, vocab = LOGITS_BYTES[self.device.type], self.model.config.get_text_config().vocab_size
-    self.pieces, self.objective, self.max_tokens = Pieces(self.model, a.logits_mib*2**20 if a.logits_mib else limit, a.fp32_head), Objective(a, max_tokens), max_tokens
+    self.pieces = Pieces(self.model, a.logits_mib*2**20 if a.logits_mib else limit, a.fp32_head)
+    self.objective, self.max_tokens = Objective(a, max_tokens), max_tokens
     if self.pieces.plain and (a.logits_mib or a.fp32_head or a.entropy): raise ConfigError(self.pieces.plain, 'leave logits_mib, fp32_head and entropy out for this model')
     self.in_pieces = bool(a.fp32_head or a.entropy) # whatever the size
     self.budget = max(micro_tokens or a.micro_tokens, 64) if a.logits_mib else max(min(micro_tokens or a.micro_tokens, limit//(4*vocab)), 64)
@@ -284,7 +287,7 @@ ActorWorker._exchange, ActorWorker._criticise = _exchange, _criticise
 # %% ../../nbs/training/00_actor.ipynb #1c34dec6
 def published_tensors(self: ActorWorker) -> Iterator[tuple[str, Tensor]]:
     "Name and tensor of everything an engine has to load, in the published dtype"
-    yield from zip(self.masters.names, self.masters.published)
+    yield from self.masters.image.items()
 
 def layout(self: ActorWorker): # a `Layout`
     "Where each tensor lies in the flat image of a version"

@@ -59,7 +59,7 @@ def learn(self: Critic,
         loss.backward()
         parts.append((torch.stack([loss.detach().double(), *(y.double().sum() for y in (R, R**2, (V.detach() - R)**2))]),))
     sums = torch.stack([p[0] for p in ranks.gather(parts)]).sum(0).tolist()
-    norm = float(ranks.clip(list(self.named.values()), self.a.grad_clip))
+    norm = float(ranks.clip(list(self.named.values()), self.a.grad_clip, whole=True))
     good = all(map(torch.isfinite, map(torch.tensor, (*sums, norm))))
     if good: self.optimizer.step()
     self.optimizer.zero_grad()

@@ -63,7 +63,7 @@ class Prefix:
 
     def backward(self):
         "Take the responses' gradients through the prompts"
-        used = [(x, leaf.grad) for x, leaf in zip(self.outputs, self.leaves) if leaf.grad is not None]
+        used = [(x, leaf.grad) for x, leaf in zip(self.outputs, self.leaves) if leaf.grad is not None and x.requires_grad] # with LoRA, the first layer's keys may depend on nothing that learns
         if used: torch.autograd.backward(*zip(*used))
 
 # %% ../../nbs/training/00c_forward.ipynb #76be95d4

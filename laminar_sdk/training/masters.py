@@ -37,6 +37,12 @@ class Masters:
             if self.sharded: here(p.detach()).copy_(x)
             else: p.data = x.to(compute) # shares memory with the published, where it can
 
+    @property
+    def image(self) -> dict[str, torch.Tensor]: return dict(zip(self.names, self.published)) # what is published, by name
+    @property
+    def kept(self) -> dict[str, tuple[int, ...]]: return self.shapes # of the whole masters, by name
+    def adapts(self, policy) -> dict | None: return None # what these masters are additions to; they are the model itself
+
 # %% ../../nbs/training/01_masters.ipynb #0a628cdc
 @torch.no_grad()
 def round_(self: Masters):

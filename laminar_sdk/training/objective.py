@@ -152,7 +152,7 @@ def _stats(self: Objective, d, weight, loss, first):
     mask, new, x = d['mask'], d['new'].detach(), d['log_ratio'].detach()
     if self.a.loss == 'gspo': x = torch.where(mask, row_means(x, mask)[:, None], 0.)
     sums, ratio_max = token_stats(x, new, d['advantages'], mask, self.a.clip_low, self.a.clip_high)
-    gap = gap_sums(new, d['engine'], mask) if first else sums.new_zeros(len(GAP_SUMS))
+    gap = self._gap(d, x, new, sums) if first else sums.new_zeros(len(GAP_SUMS))
     fresh = torch.where(d['fresh'], (new - d['engine']).abs(), 0.)
     zero, count = sums.new_zeros(()), sums[-1]
     more = [loss, fresh.sum(), d['fresh'].sum(), *[zero]*8]
@@ -164,9 +164,16 @@ def _stats(self: Objective, d, weight, loss, first):
     tops = [y.float() for y in (ratio_max, _most(fresh), zero if weight is None else _most(weight))]
     return torch.cat([sums, gap, torch.stack([y.double() for y in more])]), torch.stack(tops)
 
+def _gap(self: Objective, d, x, new, sums):
+    "What it adds to the figures of the gap; where the ratio is to the engine, nearly all of it is known already"
+    if self.a.old != 'engine' or self.a.loss == 'gspo': return gap_sums(new, d['engine'], d['mask'])
+    w2, engine = (torch.where(d['mask'], y, 0.).sum(dtype=torch.float64) for y in ((2*x).exp(), d['engine']))
+    (_, _, w, k1, k3, trainer, tokens), zero = sums, sums.new_zeros(())
+    return torch.stack([w, w2, k1, k3, -engine, trainer, zero, zero, tokens])
+
 def _most(x): return x.amax() if x.numel() else x.new_zeros(())
 
-Objective._stats = _stats
+Objective._stats, Objective._gap = _stats, _gap
 
 # %% ../../nbs/training/00d_objective.ipynb #40040b81
 def figures_of(sums: Tensor, # added over micro-batches and ranks

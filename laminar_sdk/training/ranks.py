@@ -28,7 +28,7 @@ class Alone:
     def idle(self, model: nn.Module, n: int): return None # go along
     def gather(self, parts: list[tuple]) -> list[tuple]: return parts # the figures of all micro-batches, from every rank
     def total(self, *numbers: float) -> list[float]: return list(numbers) # each summed over the ranks
-    def clip(self, masters: list[Tensor], limit: float) -> Tensor: return torch.nn.utils.clip_grad_norm_(masters, limit)
+    def clip(self, masters: list[Tensor], limit: float, whole: bool = False) -> Tensor: return torch.nn.utils.clip_grad_norm_(masters, limit)
     def part(self, layout: Layout) -> Part | None: return None # what we publish of an image; None: all of it
     def own(self, named: dict, part: Part | None) -> dict: return named # our part of what is published
     def leave(self): return None
@@ -127,9 +127,11 @@ def _sum(masters: list[Tensor]):
         for g, x in zip(grads, flat.split([g.numel() for g in grads])): g.copy_(x.view_as(g))
 
 @torch.no_grad()
-def clip(self: Ranks, masters: list[Tensor], limit: float) -> Tensor: # the norm before
+def clip(self: Ranks, masters: list[Tensor], limit: float,
+         whole: bool = False # each rank has all of them, whatever it has of the model
+        ) -> Tensor: # the norm before
     "Sum the gradients, and shorten the sum where it is longer than the limit; every rank gets the same norm"
-    if not self.sharded:
+    if whole or not self.sharded:
         _sum(masters)
         return torch.nn.utils.clip_grad_norm_(masters, limit)
     ours = torch.nn.utils.get_total_norm([m.grad for m in masters if m.grad is not None and m.grad.numel()]).double().cpu()

@@ -7,9 +7,7 @@ __all__ = ['Reference']
 
 # %% ../../nbs/training/00f_reference.ipynb #573026e9
 from contextlib import contextmanager
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..core.errors import ConfigError
@@ -51,7 +49,7 @@ def _weights_of(source: str, masters: Masters) -> list[Tensor]:
     "Of another model, which must have the same tensors"
     if masters.sharded: raise ConfigError(f'reference = {source!r} with a model in parts', "take reference='initial', or parallel='ddp'")
     named = dict(load_policy(source).model.named_parameters())
-    mine = dict(zip(masters.names, masters.params))
+    mine = dict(masters.model.named_parameters()) # also where what learns is added to them
     odd = sorted(n for n in named.keys() | mine.keys() if n not in named or n not in mine or named[n].shape != mine[n].shape)
     if odd: raise ConfigError(f'the reference {source!r} is of another shape: {len(odd)} tensors differ, the first is {odd[0]}', 'take a model of the same architecture and size')
-    return [named[n].detach() for n in masters.names]
+    return [named[n].detach() for n in mine]

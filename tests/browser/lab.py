@@ -19,6 +19,14 @@ def notebook(*cells: str) -> dict:
     return dict(cells=made, nbformat=4, nbformat_minor=5, metadata=dict(kernelspec=dict(name='python3', display_name='python3', language='python')))
 
 
+def quiet(settings: Path) -> Path:
+    "JupyterLab shall not ask about news"
+    file = settings/'@jupyterlab'/'apputils-extension'/'notification.jupyterlab-settings'
+    file.parent.mkdir(parents=True)
+    file.write_text('{"fetchNews": "false", "checkForUpdates": false}')
+    return settings
+
+
 class Server:
     "JupyterLab (or Notebook 7), until `end`"
 
@@ -30,10 +38,7 @@ class Server:
         root = ['--allow-root'] if os.geteuid() == 0 else []
         command = [sys.executable, '-m', 'jupyter', app, '--no-browser', '--ip=127.0.0.1', f'--port={self.port}', '--ServerApp.port_retries=0', *root,
                    f'--ServerApp.root_dir={folder}', '--LabApp.expose_app_in_browser=True', '--JupyterNotebookApp.expose_app_in_browser=True']
-        quiet = folder/'settings'/'@jupyterlab'/'apputils-extension'/'notification.jupyterlab-settings'
-        quiet.parent.mkdir(parents=True)
-        quiet.write_text('{"fetchNews": "false", "checkForUpdates": false}')
-        env['JUPYTERLAB_SETTINGS_DIR'] = str(folder/'settings')
+        if app == 'lab': env['JUPYTERLAB_SETTINGS_DIR'] = str(quiet(folder/'settings'))
         with (folder/'jupyter.log').open('w') as log: self.process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
         self._until_up(time.monotonic() + 60)
 

@@ -1,0 +1,191 @@
+"Ranks that are real processes: they learn what one would, decide alike, and none waits for ever"
+import multiprocessing as mp, os, queue, signal, time
+
+import numpy as np
+import pytest
+import torch
+
+from laminar_sdk.core.config import GRPO
+from laminar_sdk.training.actor import ActorWorker
+from laminar_sdk.training.checkpoint import Snapshot, begin, check, commit, load
+from laminar_sdk.training.equal import LIMITS, ranks_equal, sample
+from laminar_sdk.training.policy import random_policy
+from laminar_sdk.training.ranks import Alone, Ranks, listen
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def worker(ranks=Alone(), micro_tokens=64, seed=3, **algorithm):
+    return ActorWorker(random_policy(seed=3), algorithm=GRPO(**{'lr': 1e-3} | algorithm), device='cpu', micro_tokens=micro_tokens, ranks=ranks, seed=seed)
+
+
+def masters(w): return [m.clone() for m in w.masters.masters]
+def numbers(d): return {k: v for k, v in d.items() if not k.endswith(('_s', 'seconds')) and k not in ('micro_batches', 'tokens_computed', 'padding_waste', 'seconds')}
+
+
+# ---------------------------------------------------------------- what a rank does
+
+def several_updates(ranks, folder):
+    "Minibatches, epochs, the actor's own old log-probs, gradients that are clipped"
+    w = worker(ranks, minibatches=2, epochs=2, old='actor', grad_clip=.05)
+    first = masters(w)
+    said = [numbers(w.step(sample(seed=s))) for s in range(2)]
+    return dict(moved=[m - f for m, f in zip(masters(w), first)], said=said)
+
+
+def not_finite(ranks, folder):
+    "One token's log-prob is NaN, in one row, which only one rank has"
+    w, bad = worker(ranks), sample(seed=8)
+    row = next(t for t in bad if t.loss_mask.all() and len({x.reward for x in bad if x.group_id == t.group_id}) > 1)
+    row.logprobs[0] = np.nan
+    before, said = masters(w), w.step(bad)
+    same = all(torch.equal(a, b) for a, b in zip(before, masters(w)))
+    return dict(skipped=said['skipped'], updates=w.updates, same=same, after=w.step(sample(seed=9))['skipped'])
+
+
+def few_rows(ranks, folder):
+    "One group with a signal, of two rows: of three ranks, one has nothing to do"
+    w, made = worker(ranks), sample(groups=3, size=2, seed=1)
+    for t in made: t.reward = float(t.id == 0)
+    first, said = masters(w), numbers(w.step(made))
+    for t in made: t.reward = 1. # and now nobody has
+    none = w.step(made)
+    return dict(moved=[m - f for m, f in zip(masters(w), first)], said=[said], none=none['updates'])
+
+
+def saved(ranks, folder):
+    "All write their pieces"
+    w = worker(ranks)
+    for s in range(2): w.step(sample(seed=s))
+    snapshot = Snapshot()
+    t = time.process_time()
+    snapshot.take(w)
+    took = time.process_time() - t
+    if ranks.rank == 0: begin(folder, 2)
+    ranks.total(0) # all wait until the folder is there
+    snapshot.write(folder/'step-000002.tmp')
+    ranks.total(0)
+    if ranks.rank == 0: commit(folder/'step-000002.tmp', snapshot, 2, dict(cursor=7))
+    ranks.total(0)
+    back = worker(ranks, seed=9)
+    load(folder/'step-000002', back)
+    again = all(torch.equal(a, b) for a, b in zip(masters(w), masters(back)))
+    next_ = [x.step(sample(seed=5)) for x in (w, back)]
+    return dict(again=again and next_[0]['loss'] == next_[1]['loss'], moved=masters(w), took=took)
+
+
+def resumed(ranks, folder):
+    "From a checkpoint that others wrote"
+    w = worker(ranks, seed=9)
+    step = load(folder/'step-000002', w)['step']
+    w.step(sample(seed=5))
+    return dict(step=step, moved=masters(w))
+
+
+def dies(ranks, folder):
+    "Rank 1 is killed within a step"
+    w, t = worker(ranks), None
+    w.step(sample())
+    if ranks.rank == 1:
+        inner = w._backward
+        w._backward = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)
+    t = time.monotonic()
+    try: w.step(sample(seed=1))
+    except Exception as e: return dict(error=f'{type(e).__name__}: {e}', seconds=time.monotonic() - t)
+
+
+def hangs(ranks, folder):
+    "Rank 1 does not come to the sum"
+    w = worker(ranks)
+    w.step(sample())
+    if ranks.rank == 1: time.sleep(60)
+    t = time.monotonic()
+    try: w.step(sample(seed=1))
+    except Exception as e: return dict(error=f'{type(e).__name__}: {e}', seconds=time.monotonic() - t)
+
+
+# ---------------------------------------------------------------- raising them
+
+def moved(what, how):
+    "Tensors as arrays, or back: a tensor in a queue is a file of its process, and gone with it"
+    return {k: [how(x) for x in v] if k == 'moved' else v for k, v in what.items()} if isinstance(what, dict) else what
+
+
+def rank_main(rank, size, parallel, jobs, folder, where, said, timeout_s):
+    torch.set_num_threads(1)
+    place = listen('127.0.0.1') if rank == 0 else None
+    if rank == 0:
+        for _ in range(1, size): where.put(place.getsockname()[:2])
+    ranks = Ranks(rank, size, parallel).meet('127.0.0.1', place.getsockname()[:2] if rank == 0 else where.get(timeout=60), place, timeout_s=timeout_s)
+    for job in jobs: said.put((rank, job.__name__, moved(job(ranks, folder), torch.Tensor.numpy)))
+
+
+def raised(size, parallel, jobs, folder, expect=None, timeout_s=60.):
+    "What each rank said of each job: by job, then by rank"
+    context = mp.get_context('spawn')
+    where, said, out = context.Queue(), context.Queue(), {job.__name__: {} for job in jobs}
+    started = [context.Process(target=rank_main, args=(r, size, parallel, jobs, folder, where, said, timeout_s), daemon=True) for r in range(size)]
+    for p in started: p.start()
+    try:
+        left = expect or size*len(jobs)
+        while left:
+            try: rank, job, what = said.get(timeout=1)
+            except queue.Empty:
+                assert expect or not any(p.exitcode for p in started), [p.exitcode for p in started]
+                continue
+            out[job][rank] = moved(what, torch.from_numpy)
+            left -= 1
+        return out
+    finally:
+        for p in started: p.kill()
+
+
+def whole(ranks, key, parallel):
+    return [x for x in ranks[0][key]] if parallel == 'ddp' else [torch.cat(rows) for rows in zip(*(ranks[r][key] for r in sorted(ranks)))]
+
+
+def apart(a, b): return float(torch.cat([(x - y).flatten() for x, y in zip(a, b)]).norm()/torch.cat([x.flatten() for x in a]).norm())
+
+
+# ---------------------------------------------------------------- the tests
+
+@pytest.mark.parametrize('parallel', ['ddp', 'fsdp'])
+def test_three_ranks_do_what_one_does(tmp_path, parallel, figures):
+    out = raised(3, parallel, [several_updates, not_finite, few_rows, saved], tmp_path)
+    for job in (several_updates, few_rows):
+        alone, ranks = job(Alone(), tmp_path), out[job.__name__]
+        figures[job.__name__] = apart(alone['moved'], whole(ranks, 'moved', parallel))
+        assert figures[job.__name__] < 1e-3
+        for r in ranks.values():
+            for a, b in zip(alone['said'], r['said']):
+                assert a.keys() == b.keys() and all(a[k] == pytest.approx(b[k], rel=2e-3, abs=1e-6) for k in a), {k: (a[k], b[k]) for k in a if a[k] != b[k]}
+    assert all(r['none'] == 0 for r in out['few_rows'].values())
+    assert all((r['skipped'], r['updates'], r['same'], r['after']) == (1, 0, True, 0) for r in out['not_finite'].values())
+    assert all(r['again'] for r in out['saved'].values())
+    manifest = check(tmp_path/'step-000002')
+    pieces = sorted(p.name for p in (tmp_path/'step-000002').glob('masters*'))
+    assert pieces == (['masters.safetensors'] if parallel == 'ddp' else [f'masters-{r}-of-3.safetensors' for r in range(3)]) and manifest['extra'] == dict(cursor=7)
+    alone = resumed(Alone(), tmp_path)
+    figures['resumed_alone'] = apart(alone['moved'], whole(out['saved'], 'moved', parallel))
+    assert alone['step'] == 2 and figures['resumed_alone'] < 1e-6
+    two = raised(2, 'fsdp' if parallel == 'ddp' else 'ddp', [resumed], tmp_path)['resumed'] # another number, and the other way to share
+    assert apart(alone['moved'], whole(two, 'moved', 'fsdp' if parallel == 'ddp' else 'ddp')) < 1e-6
+
+
+@pytest.mark.parametrize('parallel', ['ddp', 'fsdp'])
+def test_a_rank_that_dies_is_noticed_at_once(tmp_path, parallel, figures):
+    out = raised(2, parallel, [dies], tmp_path, expect=1)['dies']
+    figures['seconds'] = out[0]['seconds']
+    assert list(out) == [0] and out[0]['seconds'] < 10, out
+
+
+def test_a_rank_that_hangs_ends_the_step_after_the_time_limit(tmp_path, figures):
+    out = raised(2, 'ddp', [hangs], tmp_path, expect=1, timeout_s=4.)['hangs']
+    figures['seconds'] = out[0]['seconds']
+    assert list(out) == [0] and 3 < out[0]['seconds'] < 20 and 'imed out' in out[0]['error'], out
+
+
+@pytest.mark.long
+def test_four_ranks_equal_one():
+    report = ranks_equal(4)
+    assert report['equal'] and all(report[way][k] <= LIMITS[k] for way in ('ddp', 'fsdp') for k in LIMITS), report
