@@ -348,7 +348,7 @@ async def evaluate(self: Coordinator): await self._control(ev.EvalAsked(), '', '
 
 @patch
 async def scale(self: Coordinator, rollouts: int, kind: int = 0):
-    name = self.plan.engines[kind].get('name', '')
+    name = self.plan.engines[kind].get('name', '') if len(self.plan.engines) > 1 else ''
     await self._control(ev.ScaleAsked(rollouts, kind), '', f'{rollouts} rollouts {f"of the kind {name!r} " if name else ""}are wanted')
 @patch
 async def drain(self: Coordinator, rollout: int): await self._control(ev.DrainAsked(rollout), '', f'rollout/{rollout} drains')

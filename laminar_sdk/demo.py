@@ -126,7 +126,7 @@ def start(cluster: Any, task: Task, algorithm: GRPO, replicas: int, name: str, s
     relays = RelayTier(cluster, keep=4)
     pool = RolloutPool(cluster, task.model, relays, replicas=replicas, max_model_len=task.max_model_len, max_running=task.max_running,
                        kv_cache_bytes=task.kv_cache_bytes, engine=task.engine,
-                       repack=Repack(on=repack > 0, every=repack or 5., batch=task.max_running)) # the knee of a busy machine is another each time
+                       repack=Repack(on=repack > 0, every=repack or 5., batch=task.max_running, kv_max=.9)) # the knees of a busy machine are others each time
     trainer = Trainer(cluster, task.model, relays, algorithm)
     return trainer.fit(pool, task.train, task.reward, name=name, steps=task.steps, prompts_per_step=task.prompts, sampling=task.sampling,
                        eval=Eval(prompts=task.held_out, every=task.eval_every, sampling=task.sampling), seed=seed, run_dir=str(folder), schedule=schedule)

@@ -23,9 +23,9 @@ class Ending:
         try:
             for step in (self._end_children, self._give_back, self._seal, self._last_commit): await self._try(step)
             for seen in self.look() if self.manager is not None else (): self.tape.append('run', seen)
+            await self._try(self._untrack)
             self.tape.append('run', ev.RunEnded(state, reason))
             for step in (self.tape.flush, lambda: end_mark(self.dir, state, reason)): await self._try(lambda: asyncio.to_thread(step))
-            await self._try(self._untrack)
         finally: self.ended.set()
 
     async def _try(self, step):

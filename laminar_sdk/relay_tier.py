@@ -39,10 +39,13 @@ class RelayTier:
         if transport not in ('tcp', 'auto', 'nixl'): raise ConfigError(f'RelayTier(transport={transport!r})', "use 'tcp' (default), 'auto' or 'nixl'")
         self.cluster, self.keep, self.publish_dtype, self.keyframe_every, self.transport = cluster, keep, publish_dtype, keyframe_every, transport
 
-    def plan_memory(self, parameters: int # of the model
-                   ) -> int: # bytes of host memory on each host, at most
-        "What each host gives: the versions kept, one on its way, and 64 MB; one image more for each older one that a straggler still reads or a link still sends"
-        return (self.keep + 1) * parameters * {'float32': 4}.get(self.publish_dtype, 2) + (64 << 20)
+    def plan_memory(self,
+                    parameters: int, # of the model
+                    share: float = 0. # of the actor's ranks that are on this host, where it is not the master's
+                   ) -> int: # bytes of host memory on one host, at most
+        "What a host gives: the versions kept, one on its way, and 64 MB; one image more for each older one that a straggler still reads or a link still sends"
+        if not 0 <= share <= 1: raise ConfigError(f'plan_memory(share={share})', 'ranks on this host ÷ all ranks, from 0 to 1')
+        return round((self.keep + 1 + 2*share) * parameters * {'float32': 4}.get(self.publish_dtype, 2)) + (64 << 20)
 
     def __repr__(self): return f'RelayTier(keep={self.keep}, publish_dtype={self.publish_dtype!r}, hosts={len(self.cluster.hosts)})'
 

@@ -12,7 +12,7 @@ from typing import Any, Iterable
 
 from .core import events as ev
 from .core.errors import ConfigError
-from .shells import Gone, Peer, Shell, actor_name, find, is_death, spawn
+from .shells import ENDED, Gone, Peer, Shell, actor_name, find, is_death, spawn
 
 # %% ../nbs/25_trackers.ipynb #0a162e55
 KNOWN = 'aim', 'clearml', 'comet_ml', 'dvclive', 'mlflow', 'swanlab', 'tensorboard', 'trackio', 'wandb'
@@ -69,14 +69,20 @@ class TrackerShell(Shell):
 
     def __init__(self, name: str, trackers: dict[str, dict], folder: str, config: dict[str, Any]):
         self.what, self.coordinator, self.following = (name, trackers, folder, config), Peer(actor_name(name, 'coordinator')), None
+        self.over = False
+
+    async def wind_up(self):
+        "No more will come than there is now"
+        self.over = True
 
     async def follow(self):
-        "Until the run has ended"
+        "Until the run has ended, or it is wound up and has passed on all there is"
         if self.following is None: self.following = await asyncio.to_thread(Following, *self.what)
         while True:
-            try: told = ev.decode_records(await self.coordinator.ask('events', self.following.since, 1000, 5.))
+            over = self.over
+            try: told = ev.decode_records(await self.coordinator.ask('events', self.following.since, 1000, 0. if over else 1.))
             except Gone: break
-            if told and await asyncio.to_thread(self.following.pass_on, told): break
+            if told and await asyncio.to_thread(self.following.pass_on, told) or over and not told: break
         await asyncio.to_thread(self.following.end)
 
 class Tracked:
@@ -86,12 +92,14 @@ class Tracked:
     def _begin_tracking(self):
         if self.plan.trackers: self.tracking = asyncio.get_running_loop().create_task(self._track())
 
-    async def _untrack(self, patience_s: float = 10.):
-        "The last figures are passed on; who hangs is left behind"
+    async def _untrack(self, patience_s: float = 30.):
+        "The last figures are passed on before the run says that it has ended; who hangs is left behind"
         import ray
         if self.tracking is None: return
+        if (handle := await asyncio.to_thread(find, actor_name(self.config.name, 'tracker'))) is not None: handle.wind_up.remote()
         done, _ = await asyncio.wait([self.tracking], timeout=patience_s)
         if not done: self.note('warning', f'the trackers were {patience_s:.0f} s behind at the end and were left', 'tracker/0')
+        self.tracking.cancel()
         if (handle := await asyncio.to_thread(find, actor_name(self.config.name, 'tracker'))) is not None: await asyncio.to_thread(ray.kill, handle)
 
     async def _track(self, tries: int = 3):
@@ -107,5 +115,6 @@ class Tracked:
                 why = 'their process died' if is_death(e) else str(getattr(e, 'cause', None) or e)[:300]
                 self.note('warning', f"trackers ({', '.join(self.plan.trackers)}): {why}", 'tracker/0')
                 if (handle := await asyncio.to_thread(find, name)) is not None: await asyncio.to_thread(ray.kill, handle)
+            if self.state in ENDED: return
             await asyncio.sleep(1.)
         self.note('warning', 'the trackers are given up; the run goes on without them, its events have everything', 'tracker/0')

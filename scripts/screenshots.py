@@ -68,7 +68,7 @@ def animated(frames: list[bytes], path: Path):
     width, height = images[0].size
     images = [i.crop((0, 0, width, min(height, 800))).resize((820, round(min(height, 800) * 820 / width)), Image.Resampling.LANCZOS) for i in images]
     for quality in (70, 50, 35, 20, 10):
-        images[0].save(path, save_all=True, append_images=images[1:], duration=[450] * (len(images) - 1) + [2500], loop=0, quality=quality, method=6)
+        images[0].save(path, save_all=True, append_images=images[1:], duration=[450] * (len(images) - 1) + [2500], loop=0, quality=quality, method=4)
         if path.stat().st_size <= MOST_BYTES: return
 
 

@@ -104,7 +104,7 @@ def test_every_control_acts(page, run):
     click('Scale')
     until(lambda: len(rollouts(run)) == 4, 40)
     page.until("() => document.querySelector('.laminar').dataset.lanes == 4")
-    page.page.locator('.widget-dropdown select').first.select_option('rollout/1')
+    page.page.locator('.widget-dropdown select:visible').first.select_option('rollout/1')
     click('Drain')
     until(lambda: 1 not in rollouts(run), 40)
     for text in ('paused: what is in flight finishes', 'resumed', 'is parked', 'learning rate 0.0005', 'bounded by 3', 'no repack any more, B 4', '4 rollouts are wanted', 'rollout/1 drains'): assert said(run, text), text
