@@ -15,6 +15,6 @@ def server(laminar_home, tmp_path_factory):
     s.end()
 
 
-@pytest.fixture(scope='session')
+@pytest.fixture(scope='module') # not longer: while it is there its event loop runs in this thread, and other tests run theirs
 def browser():
     with lab.chromium() as b: yield b
