@@ -6,7 +6,7 @@
 __all__ = ['Together']
 
 # %% ../nbs/04a_together.ipynb #1416e556
-import asyncio, time
+import asyncio, shutil, time
 from pathlib import Path
 
 from .shells import actor_name, find
@@ -112,6 +112,9 @@ async def save(self: Together, wait: bool):
 async def _saved(self: Together, step: int, cut: dict):
     from laminar_sdk.training.checkpoint import begin, commit
     new = await asyncio.to_thread(begin, self.checkpoints, step)
-    await self.all('write', str(new))
+    try: await self.all('write', str(new))
+    except Exception:
+        await asyncio.to_thread(shutil.rmtree, new, ignore_errors=True) # a disk that is full gets its space back at once
+        raise
     path = await asyncio.to_thread(commit, new, self.snapshot, step, cut, self.config.keep_checkpoints)
     await self.coordinator.ask('checkpoint_saved', step, path.name)
