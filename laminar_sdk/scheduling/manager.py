@@ -251,7 +251,7 @@ def _judge(self: RolloutManager, step: int, metrics: dict[str, float]) -> list[C
     where = f'; its trajectories are in faults/step-{step:06d}.parquet of the run directory' if metrics.get('saved') else ''
     said = [Tell(ev.Notice('warning', f"step {step}: {skipped:.0f} updates skipped, loss or gradients were not finite{where}", 'actor/0'))]
     if self.barren < BARREN: return said
-    text = f'no update for {self.barren} steps in a row: the run is paused; look at rewards and learning rate'
+    text = f'no update{" of the critic" if metrics.get("updates") else ""} for {self.barren} steps in a row: the run is paused; look at rewards and learning rate'
     return said + [Tell(ev.Notice('error', text, 'actor/0'))] + self._set_paused(True)
 
 RolloutManager.barren = 0
@@ -261,6 +261,13 @@ def on_checkpoint_saved(self: RolloutManager, e: ev.CheckpointSaved) -> list[Com
     self.batches.saved(e.step)
     if self.ledger.meta.get('checkpoint'): self.ledger.set('checkpoint', False)
     return []
+
+@patch
+def on_checkpoint_failed(self: RolloutManager, e: ev.CheckpointFailed) -> list[Command]:
+    "Nothing is lost yet: no step is taken until somebody has made room"
+    if self.ledger.meta.get('checkpoint'): self.ledger.set('checkpoint', False)
+    text = f'a checkpoint of step {e.step} could not be written ({e.error}): the run is paused, the older ones are there; make room, then run.resume(), and it is tried again'
+    return [Tell(ev.Notice('error', text, 'actor/0'))] + self._set_paused(True)
 
 # %% ../../nbs/scheduling/11_manager.ipynb #c5d74e36
 @patch
