@@ -236,7 +236,8 @@ class RolloutShell(Shell):
             raise RunError(f'rollout {self.index} of the pool is lent to the run {self.run!r}', 'stop that run, or give this one another pool')
         if self.worker is not None: await self.worker.leave(grace_s=.1)
         self.run, self.launch, self.seed, self.sampling, self.coordinator = run, launch, seed, sampling, Peer(actor_name(run, 'coordinator'))
-        self.worker = RolloutWorker(self.index, self.engine, self._report, interval_s=report_interval(replicas, least_s=.1), seed=seed, secret=secret, abreast=abreast,
+        self.worker = RolloutWorker(self.index, self.engine, self._report, interval_s=report_interval(replicas, least_s=.1), seed=seed, secret=secret,
+                                    abreast=abreast,
                                     **await asyncio.to_thread(self._conversation, environment, max(1, 500 // max(1, replicas))))
         self.worker.begin()
         return self.worker.version

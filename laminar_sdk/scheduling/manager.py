@@ -262,13 +262,6 @@ def on_checkpoint_saved(self: RolloutManager, e: ev.CheckpointSaved) -> list[Com
     if self.ledger.meta.get('checkpoint'): self.ledger.set('checkpoint', False)
     return []
 
-@patch
-def on_checkpoint_failed(self: RolloutManager, e: ev.CheckpointFailed) -> list[Command]:
-    "Nothing is lost yet: no step is taken until somebody has made room"
-    if self.ledger.meta.get('checkpoint'): self.ledger.set('checkpoint', False)
-    text = f'a checkpoint of step {e.step} could not be written ({e.error}): the run is paused, the older ones are there; make room, then run.resume(), and it is tried again'
-    return [Tell(ev.Notice('error', text, 'actor/0'))] + self._set_paused(True)
-
 # %% ../../nbs/scheduling/11_manager.ipynb #c5d74e36
 @patch
 def on_data_lost(self: RolloutManager, e: ev.DataLost) -> list[Command]:
