@@ -61,7 +61,8 @@ def rollout(c: Any, i: int) -> Child:
     async def up(handle, newborn):
         info = await handle.start.remote()
         await c.ready.wait()
-        try: version = await handle.lend.remote(c.config.name, c.plan.launch, c.config.seed, sampling, c.config.replicas, environment, c.plan.secret)
+        try: version = await handle.lend.remote(c.config.name, c.plan.launch, c.config.seed, sampling, c.config.replicas, environment, c.plan.secret,
+                                                c.config.schedule == 'sync')
         except RunError as e: # somebody else's: it is not ours to kill
             await c._hopeless(e.message)
             await asyncio.Event().wait()

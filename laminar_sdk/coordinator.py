@@ -268,6 +268,12 @@ async def checkpoint_saved(self: Coordinator, step: int, name: str):
     await self.data.seal.remote()
 
 @patch
+async def checkpoint_failed(self: Coordinator, step: int, error: str):
+    "It could not be written: the run waits for somebody who makes room"
+    await self.feed(ev.CheckpointFailed(step, error))
+    if self.manager.paused and self.state == 'running': self.state = 'paused'
+
+@patch
 async def cut(self: Coordinator, step: int) -> dict:
     "What a checkpoint of this step has to name beside the actor's own state"
     return self.manager.cut(step)

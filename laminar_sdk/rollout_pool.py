@@ -226,7 +226,8 @@ class RolloutShell(Shell):
 
     async def lend(self, run: str, launch: str, seed: int, sampling: dict[str, Sampling], replicas: int,
                    environment: Any = None, # `EnvironmentSpec`
-                   secret: bytes = b'' # of the run's relays
+                   secret: bytes = b'', # of the run's relays
+                   abreast: bool = False # all of a wave begin with the same step of the engine
                   ) -> int: # version that it holds
         "Work for this start of a run, until it gives the rollout back or is gone"
         from laminar_sdk.rollout.worker import RolloutWorker, report_interval
@@ -236,6 +237,7 @@ class RolloutShell(Shell):
         if self.worker is not None: await self.worker.leave(grace_s=.1)
         self.run, self.launch, self.seed, self.sampling, self.coordinator = run, launch, seed, sampling, Peer(actor_name(run, 'coordinator'))
         self.worker = RolloutWorker(self.index, self.engine, self._report, interval_s=report_interval(replicas, least_s=.1), seed=seed, secret=secret,
+                                    abreast=abreast,
                                     **await asyncio.to_thread(self._conversation, environment, max(1, 500 // max(1, replicas))))
         self.worker.begin()
         return self.worker.version

@@ -6,14 +6,17 @@
 __all__ = ['Together']
 
 # %% ../nbs/04a_together.ipynb #1416e556
-import asyncio, time
+import asyncio, shutil, time
 from pathlib import Path
 
-from .shells import actor_name, find
+from .core.errors import RunError
+from .shells import actor_name, find, is_death
 
 # %% ../nbs/04a_together.ipynb #b072ce7e
 class Together:
     "What the ranks of an actor do together: a part of the `ActorShell`, which has everything that is used here"
+
+    unsaved = False # a checkpoint could not be written, and none has been since
 
     async def belongs(self) -> int:
         "The number of the life that this process belongs to; 0: to none yet"
@@ -95,9 +98,13 @@ async def snap(self: Together) -> float: # s
     return time.perf_counter() - t
 
 @patch
-async def write(self: Together, folder: str): # a draft of a checkpoint
+async def write(self: Together,
+                folder: str # a draft of a checkpoint
+               ) -> str: # what went wrong; '' if nothing
     "Write our piece of it"
-    await asyncio.to_thread(self.snapshot.write, Path(folder))
+    try: await asyncio.to_thread(self.snapshot.write, Path(folder))
+    except Exception as e: return f'rank {self.rank}: {type(e).__name__}: {e}'
+    return ''
 
 @patch
 async def save(self: Together, wait: bool):
@@ -111,7 +118,16 @@ async def save(self: Together, wait: bool):
 @patch
 async def _saved(self: Together, step: int, cut: dict):
     from laminar_sdk.training.checkpoint import begin, commit
-    new = await asyncio.to_thread(begin, self.checkpoints, step)
-    await self.all('write', str(new))
-    path = await asyncio.to_thread(commit, new, self.snapshot, step, cut, self.config.keep_checkpoints)
+    new, self.unsaved = None, True
+    try:
+        new = await asyncio.to_thread(begin, self.checkpoints, step)
+        if bad := [x for x in await self.all('write', str(new)) if x]: raise RunError('; '.join(bad), 'make room') # all have ended: their buffers are free
+        path = await asyncio.to_thread(commit, new, self.snapshot, step, cut, self.config.keep_checkpoints)
+    except Exception as e:
+        if new is not None: await asyncio.to_thread(shutil.rmtree, new, ignore_errors=True) # a disk that is full gets its space back at once
+        if is_death(e): raise
+        await self.coordinator.ask('checkpoint_failed', step, f'{type(e).__name__}: {getattr(e, "message", e)}')
+        if step < self.config.steps: return
+        raise # nothing comes after it that could try again
+    self.unsaved = False
     await self.coordinator.ask('checkpoint_saved', step, path.name)

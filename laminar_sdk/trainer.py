@@ -138,7 +138,7 @@ async def _loop(self: ActorShell):
         waited += metrics.pop('fetch_s')
         await self.coordinator.ask('step_done', self.incarnation, self.step, version, metrics | published | self.took | {'wait_s': waited})
         self.took = {}
-        if self.saving is not None and self.saving.done(): self.saving.result() # a checkpoint that could not be written is no secret
+        if self.saving is not None and self.saving.done(): self.saving.result() # what went wrong in there is no secret
         if self._due(): await self.save(wait=self.step == self.config.steps)
     await self.over.wait()
 
@@ -190,7 +190,7 @@ def _memcpy(self: ActorShell, nbytes: int) -> float: # s
 @patch
 def _due(self: ActorShell) -> bool:
     every = self.config.checkpoint_every
-    return self.step == self.config.steps or (every > 0 and self.step % every == 0)
+    return self.unsaved and self.saving.done() or self.step == self.config.steps or (every > 0 and self.step % every == 0)
 
 # %% ../nbs/04_trainer.ipynb #24f8fb12
 @patch

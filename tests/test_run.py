@@ -69,6 +69,20 @@ def running(run, step=1): return until(lambda: (s := run.status())['step'] >= st
 def notices(seen): return [r.event.text for r in seen if isinstance(r.event, ev.Notice)]
 
 
+def test_a_checkpoint_that_cannot_be_written(cluster, model, tmp_path):
+    "The run pauses and says why, and its actor lives on; resumed, it saves after the next step"
+    run = start(cluster, model, tmp_path, 'full', steps=6)
+    (folder := tmp_path/'full'/'checkpoints').mkdir(parents=True, exist_ok=True)
+    (way := folder/'in-the-way.tmp').touch() # no folder, so that it cannot be cleared away like one
+    s = until(lambda: (s := run.status())['state'] == 'paused' and s)
+    assert s['step'] < 6 and s['manager']['checkpointed'] == 0 and not list(folder.glob('step-*.tmp'))
+    way.unlink()
+    run.resume()
+    s, counts, seen = finish(run)
+    assert any('could not be written' in t for t in notices(seen)) and counts['train']['trained'] == 6 * P * G
+    assert s['children']['actor/0']['restarts'] == 0 and sorted(int(p.name[5:]) for p in folder.glob('step-*') if p.is_dir())[0] <= s['step']
+
+
 def test_to_the_end(cluster, model, tmp_path):
     eval = Eval(prompts=[dict(prompt='1+1=', answer='2')] * 6, sampling=Sampling(max_tokens=20))
     run = start(cluster, model, tmp_path, 'end', eval=eval)

@@ -782,3 +782,29 @@ def test_every_event_has_its_handler():
     from laminar_sdk.scheduling.manager import OBSERVATIONS, camel2snake
     assert not [e for e in known - set(OBSERVATIONS) if not hasattr(m, f'on_{camel2snake(e.__name__)}')]
     assert m.on(ev.Notice('info', 'hello')) == []
+
+
+def test_a_critic_that_cannot_learn_pauses_the_run():
+    "Also where the policy still moves, and while it waits for the critic"
+    for updates in (0., 1.):
+        hand = Hand(steps=9)
+        for step in (1, 2, 3):
+            hand.play(n=1)
+            out = hand(ev.BatchAsked(1, step), ev.StepTrained(1, step, hand.m.issue_version(step, 1), dict(skipped=0., updates=updates, critic_skipped=1., critic_updates=0.)))
+        assert hand.m.paused and any('no update' in c.event.text for c in out if isinstance(c, cm.Tell)), out
+    hand = Hand(steps=9)
+    for step in (1, 2, 3, 4):
+        hand.play(n=1)
+        out = hand(ev.BatchAsked(1, step), ev.StepTrained(1, step, hand.m.issue_version(step, 1), dict(skipped=0., updates=0., critic_skipped=1., critic_updates=1.)))
+    assert not hand.m.paused and any('1 updates skipped' in c.event.text for c in out if isinstance(c, cm.Tell))
+
+
+def test_a_checkpoint_that_could_not_be_written_pauses_the_run():
+    hand = Hand(steps=9)
+    hand.play(n=1)
+    hand(ev.BatchAsked(1, 1), ev.StepTrained(1, 1, hand.m.issue_version(1, 1)), ev.CheckpointAsked())
+    assert hand.m.orders() == {'checkpoint': True}
+    out = hand(ev.CheckpointFailed(1, 'OSError: No space left on device'))
+    assert hand.m.paused and hand.m.orders() == {} and hand.m.ledger.checkpointed == 0 and 'No space' in out[0].event.text
+    hand(ev.Resumed(), ev.CheckpointSaved(1))
+    assert not hand.m.paused and hand.m.ledger.checkpointed == 1

@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies as st
 from laminar_sdk.core import events as ev
 from laminar_sdk.core.config import GRPO, Buffer, Curriculum, Eval, Mixture
 from laminar_sdk.core.errors import ConfigError
-from laminar_sdk.scheduling.buffer import FUNCTIONS, NAMES, Order, compiled
+from laminar_sdk.scheduling.buffer import FUNCTIONS, NAMES, Order, compiled, evict
 from laminar_sdk.scheduling.ledger import Ledger
 from laminar_sdk.scheduling.manager import RolloutManager
 from laminar_sdk.scheduling.mixture import MixedCursor
@@ -108,6 +108,27 @@ def test_what_is_too_stale_is_dropped_with_a_reason_and_replaced():
     gone = [g for g in groups if g.state == 'dropped']
     assert len(gone) > 3 and len(groups) == 80 + len(gone) and all(g.reason.startswith('evicted: ') for g in gone)
     assert max(s.staleness_max for s in rows(world, 'StepRow')) <= 1
+
+
+def test_a_group_is_as_old_as_its_tokens():
+    "What was lost is generated again, with newer weights: the group is not evicted, nor hurried, for what it was"
+    ledger = Ledger()
+    ledger.rollback(0, 1)
+    for v in range(6): ledger.publish(ledger.issue_version(v, 1), v, 1)
+    ids = ledger.members[group := ledger.admit(0, 2)]
+    for t in ids: ledger.place(t, 0, 1)
+    assert ledger.groups[group].version == 1
+    ledger.lose(ids[0])
+    assert ledger.groups[group].version == 1 # of the other
+    ledger.park(ids[1])
+    assert ledger.groups[group].version == -1
+    for t in ids:
+        ledger.place(t, 0, 5)
+        ledger.finish(t, 'stop', 3)
+    ledger.close(group)
+    for t in ids: ledger.score(t, 1., 3)
+    ledger.complete(group)
+    assert ledger.groups[group].version == 5 and evict(ledger, Buffer(evict_after=2)) == [] and not ledger.audit()
 
 
 @pytest.mark.parametrize('schedule', ['laminar', 'sync'])

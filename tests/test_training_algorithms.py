@@ -325,6 +325,31 @@ def test_a_critic_waits_for_nobody_and_the_policy_for_the_critic():
     assert any(not torch.equal(a, b) for a, b in zip(before, w.masters.masters))
 
 
+def test_a_critic_that_is_not_finite_is_no_secret(tmp_path):
+    "Nothing but the critic is hurt: in its warm-up nobody else moves; later one of two updates"
+    import math
+    def worker(**more): return ActorWorker(random_policy(), algorithm=PPO(group_size=4, critic_lr=1e-3, lr=1e-4, **more), device='cpu', faults=tmp_path/'faults')
+    w = worker(critic_warmup=2)
+    w.critic.head.weight.data.fill_(math.nan)
+    m = w.step(groups(), 3)
+    assert (m['skipped'], m['updates'], m['critic_skipped'], m['critic_updates'], m['saved']) == (0, 0, 1, 0, 1) and (tmp_path/'faults'/'step-000003.parquet').exists()
+    w, calls = worker(minibatches=2), []
+    w.critic.head.weight.register_hook(lambda g: g*(math.nan if calls.append(1) or len(calls) == 1 else 1.)) # in the first micro-batch
+    m = w.step(groups(), 4)
+    assert (m['skipped'], m['updates'], m['critic_skipped'], m['critic_updates'], m['saved']) == (0, 2, 1, 1, 1)
+    assert all(x.isfinite().all() for x in w.critic.named.values())
+
+
+def test_the_warm_up_of_a_critic_goes_on_where_it_was(tmp_path):
+    from laminar_sdk.training.checkpoint import load, save
+    def worker(): return ActorWorker(random_policy(), algorithm=PPO(group_size=4, critic_warmup=3, critic_lr=1e-3, lr=1e-4, minibatches=2), device='cpu')
+    a, b = worker(), worker()
+    for seed in range(2): a.step(groups(seed))
+    load(save(tmp_path, a, 2), b)
+    said = [[w.step(groups(seed))['updates'] for seed in range(2, 5)] for w in (a, b)]
+    assert said == [[0, 2, 2]]*2 and all(torch.equal(x, y) for x, y in zip(a.masters.masters, b.masters.masters))
+
+
 def test_a_checkpoint_keeps_the_critic(tmp_path):
     from laminar_sdk.core.errors import ConfigError
     from laminar_sdk.training.checkpoint import load, save

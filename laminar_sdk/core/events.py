@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['Recorded', 'encode_record', 'decode_record', 'decode_records', 'Event', 'RolloutJoined', 'RolloutLost', 'WaveStarted',
            'PullFailed', 'Progress', 'Switched', 'Refused', 'VersionReady', 'RelayLost', 'GroupScored', 'DataLost',
-           'ActorJoined', 'ActorLost', 'BatchAsked', 'StepTrained', 'CheckpointSaved', 'Paused', 'Resumed', 'StopAsked',
-           'EvalAsked', 'RepackSet', 'LearningRateSet', 'StalenessSet', 'CheckpointAsked', 'ScaleAsked', 'DrainAsked',
-           'Restarted', 'Tick', 'RelayTold', 'RelayJoined', 'RelayGone', 'RelayHeard', 'LinkFailed', 'VersionSealed',
-           'SealGone', 'RelayTick', 'StepDone', 'EvalDone', 'PoolSeen', 'WorkSeen', 'Repacked', 'RepackDone', 'Notice',
-           'RunEnded', 'length_bin', 'bin_length', 'Record']
+           'ActorJoined', 'ActorLost', 'BatchAsked', 'StepTrained', 'CheckpointSaved', 'CheckpointFailed', 'Paused',
+           'Resumed', 'StopAsked', 'EvalAsked', 'RepackSet', 'LearningRateSet', 'StalenessSet', 'CheckpointAsked',
+           'ScaleAsked', 'DrainAsked', 'Restarted', 'Tick', 'RelayTold', 'RelayJoined', 'RelayGone', 'RelayHeard',
+           'LinkFailed', 'VersionSealed', 'SealGone', 'RelayTick', 'StepDone', 'EvalDone', 'PoolSeen', 'WorkSeen',
+           'Repacked', 'RepackDone', 'Notice', 'RunEnded', 'length_bin', 'bin_length', 'Record']
 
 # %% ../../nbs/core/03_events.ipynb #02dfd33a
 import math
@@ -135,6 +135,11 @@ class CheckpointSaved(Event, frozen=True):
     "A durable checkpoint of `step` exists"
     step: int
     name: str = ''
+
+class CheckpointFailed(Event, frozen=True):
+    "A checkpoint of `step` could not be written; the actor goes on"
+    step: int
+    error: str = ''
 
 # %% ../../nbs/core/03_events.ipynb #82a116ec
 class Paused(Event, frozen=True):

@@ -7,6 +7,7 @@ __all__ = ['Answer', 'random_answer', 'prompt_key', 'long_answer', 'Flow', 'draw
 
 # %% ../../nbs/rollout/03_emulated.ipynb #33a9388d
 import asyncio, itertools, math, time
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from statistics import NormalDist
@@ -230,6 +231,12 @@ async def resume(self: EmulatedEngine):
     "Go on"
     self.decoder.release(self.time())
     self.wake.set()
+
+@patch
+@asynccontextmanager
+async def held(self: EmulatedEngine, n: int):
+    "Nothing to do: its answers depend on no company"
+    yield
 
 # %% ../../nbs/rollout/03_emulated.ipynb #ff84469b
 @patch

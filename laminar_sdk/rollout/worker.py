@@ -60,8 +60,10 @@ class RolloutWorker:
                  incarnation: int | None = None, # None = from the clock
                  readers: dict[str, Reader] = {}, # by kind of trajectory; of a kind without one, nothing is read
                  spec: EnvironmentSpec | None = None, # of the run's environment
-                 sessions: Callable[[Assignment], Sessions] | None = None # where its environment is asked
+                 sessions: Callable[[Assignment], Sessions] | None = None, # where its environment is asked
+                 abreast: bool = False # all of a wave begin with the same step of the engine
                 ):
+        self.abreast = abreast
         self.readers, self.spec, self.sessions = readers, spec, sessions
         self.index, self.engine, self.report, self.interval_s = index, engine, report, interval_s
         self.heartbeat_s, self.report_timeout_s = heartbeat_s, report_timeout_s
@@ -99,7 +101,7 @@ async def _main(self: RolloutWorker):
         else:
             await self._leave_rest()
             if order.version != self.version and not await self._pull(order): continue
-            self._begin(order)
+            await self._begin(order)
 
 @patch
 async def _wake(self: RolloutWorker):
@@ -107,13 +109,14 @@ async def _wake(self: RolloutWorker):
     self.suspended = False
 
 @patch
-def _begin(self: RolloutWorker, order: Order):
+async def _begin(self: RolloutWorker, order: Order):
     "Start every trajectory of a wave"
     self.orders.popleft()
     self.begun = order.wave
     if not order.items: return # it was aborted meanwhile
     self.outbox.say(WaveStarted(self.index, order.wave, order.version, order.pull_s))
-    self._launch(order.items)
+    if not self.abreast: return self._launch(order.items)
+    async with self.engine.held(len(order.items)): self._launch(order.items)
 
 @patch
 def _launch(self: RolloutWorker, items: list[Assignment]):

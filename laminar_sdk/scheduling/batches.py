@@ -49,7 +49,7 @@ def give(self: Batches) -> list[Command]:
         if due: evict(ledger, self.config.buffer)
         groups = self._choose(n) if due and len(ledger.buffer) >= n else []
         if not groups: return self._show(n) if due and self.early else []
-        ledger.sample(a.step, a.incarnation, sorted(groups, key=lambda g: ledger.groups[g].completed))
+        ledger.sample(a.step, a.incarnation, groups)
     self.asked, groups = None, ledger.batches[a.step]
     return [GiveBatch(a.incarnation, a.step, list(groups), [ledger.living(g) for g in groups])]
 

@@ -49,7 +49,7 @@ class GroupRow(msgspec.Struct):
     position: int = -1 # of the prompt in the cursor's endless sequence
     completed: int = 0 # its place in the order of completion; 0 = not complete
     step: int = 0 # that consumed it, or for which it was filtered (train); that is evaluated (eval)
-    version: int = -1 # that is evaluated (eval); oldest that any member was placed at (train)
+    version: int = -1 # that is evaluated (eval); oldest of its members' tokens (train)
     round: int = 0 # number of the evaluation
     reason: str = ''
 
@@ -228,7 +228,7 @@ def restore(cls: Books,
     for r in rows: tables[type(r)].append(r)
     for t, load in _LOAD.items():
         for r in sorted(tables[t], key=attrgetter(KEYS[t][0])): load(self, r)
-    for batch in self.batches.values(): batch.sort(key=lambda g: self.groups[g].completed)
+    for batch in self.batches.values(): batch.sort()
     self._changed.clear()
     return self
 

@@ -93,6 +93,7 @@ def park(self: Ledger, trajectory: int, died: bool = False):
     row = self.rows[trajectory]
     self.demand(row.finish is None, f'trajectory {trajectory} has ended ({row.finish!r}): it cannot be parked')
     self.move(row, 'pending', losses=row.losses + died, version=row.version if row.length else -1)
+    self._date(row.group)
 
 @patch
 def void(self: Ledger, trajectory: int):
@@ -101,6 +102,7 @@ def void(self: Ledger, trajectory: int):
     self.demand(row.state == 'pending', f'trajectory {trajectory} is {row.state}: it is not parked')
     row.length, row.version = 0, -1
     self.touch(row)
+    self._date(row.group)
 
 @patch
 def lose(self: Ledger, trajectory: int,
@@ -109,6 +111,15 @@ def lose(self: Ledger, trajectory: int,
     "What was generated is void: it begins again elsewhere"
     row = self.rows[trajectory]
     self.move(row, 'pending', finish=None, length=0, version=-1, losses=row.losses + died)
+    self._date(row.group)
+
+@patch
+def _date(self: Ledger, group: int):
+    "A group is as old as the oldest of its members' tokens, and these may just have become void"
+    row, versions = self.groups[group], [v for t in self.living(group) if (v := self.rows[t].version) >= 0]
+    if row.kind != 'train' or row.version == (version := min(versions, default=-1)): return
+    row.version = version
+    self.touch(row)
 
 @patch
 def fail(self: Ledger, trajectory: int, reason: str):
@@ -238,7 +249,7 @@ def sample(self: Ledger, step: int, incarnation: int, groups: list[int]) -> Step
     row = StepRow(step, incarnation, 'sampled', -1, self.newest, len(groups), sum(late) / len(late), max(late))
     for g in groups: self.move(self.groups[g], 'sampled', step=step)
     for t in ids: self.move(self.rows[t], 'sampled', step=step)
-    self.steps[step], self.batches[step] = row, list(groups)
+    self.steps[step], self.batches[step] = row, sorted(groups) # not as they completed: sums of floats depend on it
     self.touch(row)
     return row
 

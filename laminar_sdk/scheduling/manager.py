@@ -243,14 +243,15 @@ BARREN = 3 # steps in a row without an update, after which a run pauses
 @patch
 def _judge(self: RolloutManager, step: int, metrics: dict[str, float]) -> list[Command]:
     "Say that updates were skipped, and pause when nothing else happens any more"
-    if not metrics.get('skipped'):
+    skipped = metrics.get('skipped', 0) + metrics.get('critic_skipped', 0)
+    if not skipped:
         self.barren = 0
         return []
-    self.barren += not metrics.get('updates')
+    self.barren += not (metrics.get('updates') or metrics.get('critic_updates')) or metrics.get('critic_updates') == 0
     where = f'; its trajectories are in faults/step-{step:06d}.parquet of the run directory' if metrics.get('saved') else ''
-    said = [Tell(ev.Notice('warning', f"step {step}: {metrics['skipped']:.0f} updates skipped, loss or gradients were not finite{where}", 'actor/0'))]
+    said = [Tell(ev.Notice('warning', f"step {step}: {skipped:.0f} updates skipped, loss or gradients were not finite{where}", 'actor/0'))]
     if self.barren < BARREN: return said
-    text = f'no update for {self.barren} steps in a row: the run is paused; look at rewards and learning rate'
+    text = f'no update{" of the critic" if metrics.get("updates") else ""} for {self.barren} steps in a row: the run is paused; look at rewards and learning rate'
     return said + [Tell(ev.Notice('error', text, 'actor/0'))] + self._set_paused(True)
 
 RolloutManager.barren = 0
@@ -366,7 +367,7 @@ def check(self: RolloutManager) -> list[str]:
 
 @patch
 def _check_waves(self: RolloutManager):
-    seat = {}
+    seat, whole = {}, self.config.prompts_per_step * self.config.algorithm.group_size if self.dispatch.schedule.together else 0 # one alone may get all
     for r in self.fleet.rollouts.values():
         for t in r.running:
             row = self.ledger.rows.get(t)
@@ -377,7 +378,7 @@ def _check_waves(self: RolloutManager):
                 yield f'rollout {r.id} runs {row} in a wave of {r.kind} at version {r.version}'
         for t in r.expected:
             if t not in self.moves.under_way or self.moves.under_way[t].dest != r.id: yield f'rollout {r.id} expects {t}, which is not on its way'
-        if r.seats > r.capacity and not self.dispatch.schedule.mixes: yield f'rollout {r.id} has {r.seats} trajectories, its engine runs {r.capacity}'
+        if r.seats > max(r.capacity, whole) and not self.dispatch.schedule.mixes: yield f'rollout {r.id} has {r.seats} trajectories, its engine runs {r.capacity}'
     for t, m in self.moves.under_way.items():
         if t not in seat: yield f'trajectory {t} is on its way to rollout {m.dest}, but runs nowhere'
     for t, row in self.ledger.rows.items():

@@ -82,7 +82,8 @@ class Lockstep(Laminar):
         return oldest if oldest == held or oldest in ready else None
 
     def wave(self, batch: int, capacity: int, total: int, step: int) -> int:
-        return max(1, min(capacity, ceil(step * batch / max(batch, total))))
+        share = ceil(step * batch / max(batch, total))
+        return max(1, share if self.barrier and share >= step else min(capacity, share))
 
 # %% ../../nbs/scheduling/05_schedules.ipynb #e5c5626f
 @dataclass(frozen=True)

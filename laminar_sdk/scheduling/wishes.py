@@ -9,7 +9,7 @@ __all__ = ['Wishes']
 from typing import Any
 
 from ..core import events as ev
-from .commands import Command
+from .commands import Command, Tell
 
 # %% ../../nbs/scheduling/11b_wishes.ipynb #22517894
 class Wishes:
@@ -54,6 +54,12 @@ class Wishes:
     def on_checkpoint_asked(self, e: ev.CheckpointAsked) -> list[Command]:
         self.ledger.set('checkpoint', True)
         return []
+
+    def on_checkpoint_failed(self, e: ev.CheckpointFailed) -> list[Command]:
+        "Nothing is lost yet: no step is taken until somebody has made room"
+        if self.ledger.meta.get('checkpoint'): self.ledger.set('checkpoint', False)
+        text = f'a checkpoint of step {e.step} could not be written ({e.error}): the run is paused; make room, then run.resume(), and it is tried again'
+        return [Tell(ev.Notice('error', text, 'actor/0'))] + self._set_paused(True)
 
     def orders(self) -> dict[str, Any]:
         "What the actor has to know before its next step"

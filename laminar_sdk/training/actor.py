@@ -205,7 +205,7 @@ def step(self: ActorWorker,
     waits = self.critic and self.critic.updates < self.algorithm.critic_warmup*len(parts)
     for k, rows in enumerate(parts):
         if not waits: self._update(batch, rows, figures, first=k == 0)
-        if self.critic: figures.more |= self._criticise(batch, rows)
+        if self.critic: figures.tell(self._criticise(batch, rows), add=('critic_updates', 'critic_skipped'))
         batch.fresh_B = [False]*len(trajectories)
     self._look(figures, number, trajectories)
     figures.cuts, figures.real, figures.padded = self.ranks.total(figures.cuts, figures.real, figures.padded)
@@ -223,7 +223,7 @@ def _parts(self: ActorWorker, batch) -> list[list[int]]:
 def _look(self: ActorWorker, figures, number, trajectories):
     "Say what went wrong, and keep what it went wrong with"
     if self.splits: figures.more['splits'] = self.splits
-    if not figures.skipped or self.faults is None or self.ranks.rank: return
+    if not (figures.skipped or figures.more.get('critic_skipped')) or self.faults is None or self.ranks.rank: return
     keep_evidence(self.faults, number, trajectories)
     figures.more['saved'] = 1
 

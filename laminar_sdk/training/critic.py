@@ -65,7 +65,8 @@ def learn(self: Critic,
     self.optimizer.zero_grad()
     loss, R, R2, error = sums
     spread = R2 - R**2/tokens
-    return dict(value_loss=loss, value_explained=1 - error/spread if spread > 1e-12 else 0., critic_grad_norm=norm, critic_skipped=float(not good))
+    explained = 1 - error/spread if spread > 1e-12 else 0.
+    return dict(value_loss=loss, value_explained=explained, critic_grad_norm=norm, critic_updates=int(good), critic_skipped=int(not good))
 
 Critic.learn = learn
 

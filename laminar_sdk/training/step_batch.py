@@ -187,6 +187,9 @@ class Figures:
     def computed(self, input_ids: Tensor, lengths: list[int]): # one rectangle went through the model
         self.cuts, self.real, self.padded = self.cuts + 1, self.real + sum(lengths), self.padded + input_ids.numel()
 
+    def tell(self, more: dict[str, float], add: tuple[str, ...] = ()): # `add`: summed over the updates; of others the last
+        self.more |= more | {k: more[k] + self.more.get(k, 0) for k in add if k in more}
+
     def mark(self): return self.cuts, self.real, self.padded
     def back(self, mark): self.cuts, self.real, self.padded = mark # to begin again
 
