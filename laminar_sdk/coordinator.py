@@ -14,6 +14,8 @@ from fastcore.basics import patch
 
 from . import children
 from .core import events as ev
+from .core.config import whole_step
+from .scheduling.commands import GiveBatch
 from .doing import Doing, ToOthers, ToRollouts
 from .ending import Ending
 from .lanes import Lanes
@@ -52,6 +54,7 @@ class Coordinator(Doing, ToRollouts, ToOthers, Watched, Steered, Tracked, Ending
         self.ready = asyncio.Event() # the manager exists
         self.sockets, self.heard, self.batches, self.given, self.table = {}, {}, {}, {}, Table()
         if told: self.table.evaluated(told[-1])
+        self.shown = None, [] # (incarnation, step); groups that the actor may begin with and has not heard of
         self.data, self.manager, self.pipeline, self.asked, self.first_scored = None, None, None, time.monotonic(), None
         self.tally = Tally()
         self.partial, self.asking = {}, None # what the partial response pool held when it was last asked
@@ -96,6 +99,7 @@ async def _main(self: Coordinator):
 async def _raise(self: Coordinator):
     "Start every child, the slowest first; the manager as soon as the data actor has counted the prompts"
     if self.emulated: self.note('info', 'EMULATED engines: answers are made up, and their speed is a model\'s', 'run')
+    if self.config.schedule == 'stream' and (why := whole_step(self.config.algorithm)): self.note('info', f'the actor takes its batches whole: {why}', 'run')
     for child in (*children.actors(self), *(children.rollout(self, i) for i in self._wanted()), children.data(self),
                   *(children.relay(self, i) for i in range(len(self.plan.hosts)))): self.supervisor.tend(child)
     self._begin_tracking()
@@ -225,17 +229,22 @@ async def feed(self: Coordinator, *events): await self.pipeline.feed(*events)
 # %% ../nbs/23_coordinator.ipynb #e75915ea
 @patch
 async def next_batch(self: Coordinator, incarnation: int, step: int) -> dict | None:
-    "The groups of a step: `{step, groups, trajectories}` and what was set for it, `{order}` where something else comes first, or None at the end"
+    "A step's `{step, groups, trajectories}` and what was set for it; `{step, trajectories, early}` to begin with; `{order}`, which comes first; None at the end"
     await self.ready.wait()
     if self.manager.orders().get('checkpoint'): return dict(order='checkpoint')
-    answer = self.batches.setdefault((incarnation, step), asyncio.get_running_loop().create_future())
-    await self.feed(ev.BatchAsked(incarnation, step))
+    key = incarnation, step
+    answer = self.batches.setdefault(key, asyncio.get_running_loop().create_future())
+    if not answer.done(): await self.feed(ev.BatchAsked(*key))
+    if not answer.done() and self.shown[0] == key and self.shown[1]: answer.set_result('early')
     over = asyncio.ensure_future(self.ended.wait())
     try: await asyncio.wait([answer, over], return_when='FIRST_COMPLETED')
     finally: over.cancel()
-    self.batches.pop((incarnation, step), None)
+    self.batches.pop(key, None)
     if answer.cancelled() or not answer.done(): return None
     if (give := answer.result()) is None: return dict(order='checkpoint')
+    if not isinstance(give, GiveBatch):
+        (_, groups), self.shown = self.shown, (key, [])
+        return dict(step=step, trajectories=groups, early=True)
     return dict(step=step, groups=give.groups, trajectories=give.trajectories) | self.manager.orders()
 
 @patch

@@ -81,7 +81,11 @@ class ToOthers:
         answer = self.batches.setdefault((c.incarnation, c.step), asyncio.get_running_loop().create_future())
         if not answer.done(): answer.set_result(c)
 
-    def _do_GiveEarly(self, c: cm.GiveEarly): "The actor takes its batch as a whole, when it is complete"
+    def _do_GiveEarly(self, c: cm.GiveEarly):
+        key, (of, groups) = (c.incarnation, c.step), self.shown
+        self.shown = key, [*(groups if of == key else ()), *c.trajectories]
+        answer = self.batches.get(key)
+        if answer is not None and not answer.done(): answer.set_result('early')
 
     def _do_ReportEval(self, c: cm.ReportEval):
         if (c.step, c.version) in self.evals: return # told again after a restart

@@ -47,6 +47,15 @@ class Together:
 from fastcore.basics import patch
 
 @patch
+async def begin(self: Together, step: int, ids: list[int]) -> float: # s, for fetching them
+    "Add up our share of the gradients of groups that a step will have, as far as can be seen"
+    t = time.perf_counter()
+    trajectories = await self.data.ask('fetch', ids)
+    fetched = time.perf_counter() - t
+    await asyncio.to_thread(self.worker.begin, trajectories, step)
+    return fetched
+
+@patch
 async def learn(self: Together, step: int, ids: list[int], setting: dict) -> dict: # the step's figures
     "Take our share of a step"
     t = time.perf_counter()

@@ -124,6 +124,7 @@ class ActorShell(Together, Shell):
 # %% ../nbs/04_trainer.ipynb #55133a18
 @patch
 async def _loop(self: ActorShell):
+    waited = 0.
     while self.step < self.config.steps and not self.over.is_set():
         t = time.perf_counter()
         batch = await self.coordinator.ask('next_batch', self.incarnation, self.step + 1)
@@ -131,13 +132,16 @@ async def _loop(self: ActorShell):
         if 'order' in batch: # a checkpoint is wanted, and there is time for it now
             await self.save(wait=True)
             continue
-        ids, setting, waited = [t for group in batch['trajectories'] for t in group], {k: batch[k] for k in ('lr',) if k in batch}, time.perf_counter() - t
+        ids, setting, waited = [t for group in batch['trajectories'] for t in group], {k: batch[k] for k in ('lr',) if k in batch}, waited + time.perf_counter() - t
+        if batch.get('early'): # these are complete already, others are not
+            async with self.lock: waited += max(await self.all('begin', batch['step'], ids))
+            continue
         async with self.lock:
             metrics = (await self.all('learn', batch['step'], ids, setting))[0]
             version, published = await self._publish_somewhere()
         waited += metrics.pop('fetch_s')
         await self.coordinator.ask('step_done', self.incarnation, self.step, version, metrics | published | self.took | {'wait_s': waited})
-        self.took = {}
+        self.took, waited = {}, 0.
         if self.saving is not None and self.saving.done(): self.saving.result() # what went wrong in there is no secret
         if self._due(): await self.save(wait=self.step == self.config.steps)
     await self.over.wait()

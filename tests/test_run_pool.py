@@ -25,11 +25,33 @@ def test_schedules(cluster, model, tmp_path, schedule):
     assert s['emulated'] and all(r['emulated'] for r in rows(seen)) and any('EMULATED' in t for t in notices(seen)), 'it says so everywhere'
     worst = max(r['staleness_max'] for r in rows(seen))
     assert worst <= dict(sync=0, one_step=1, stream=1).get(schedule, 99)
+    assert (sum(r.get('begun_groups', 0) for r in rows(seen)) > 0) == (schedule == 'stream')
     answers = run.trajectories(100)
     mixed = [v for v in answers['versions'] if len(v) > 1]
     if schedule in ('partial', 'inflight'):
         assert mixed and all(x['version'] < y['version'] and x['first'] < y['first'] for v in mixed for x, y in zip(v, v[1:]))
     else: assert not mixed
+
+
+@pytest.mark.long
+def test_stream_begins_with_what_is_complete(cluster, model, tmp_path):
+    "Groups are in the gradients before their batch is complete; the death of the actor and of the coordinator in between loses nothing and trains nothing twice"
+    run = start(cluster, model, tmp_path, 'streamed', schedule='stream', steps=12, n=6, engine=dict(step_s=.02), sampling=Sampling(max_tokens=50))
+    os.kill(running(run, 3)['children']['actor/0']['pid'], signal.SIGKILL)
+    until(lambda: any('life number 2' in t for t in notices(run.events(max_items=10_000))))
+    os.kill(running(run, run.status()['step'] + 2)['pid'], signal.SIGKILL)
+    s, counts, seen = finish(run)
+    begun = [r.get('begun_groups', 0) for r in rows(seen)]
+    assert counts['train']['trained'] == 12 * 6 * 2 and all(r['updates'] == 1 for r in rows(seen))
+    assert sum(begun) > 2 * len(begun) and max(begun) <= 6, begun
+
+
+@pytest.mark.long
+def test_stream_takes_whole_batches_where_the_algorithm_needs_them(cluster, model, tmp_path):
+    run = start(cluster, model, tmp_path, 'whole', schedule='stream', steps=3, n=4, algorithm=dict(epochs=2))
+    s, counts, seen = finish(run)
+    assert [t for t in notices(seen) if 'takes its batches whole' in t] == ['the actor takes its batches whole: 2 updates a step: the weights move before the last group is read']
+    assert counts['train']['trained'] == 3 * 4 * 2 and all(r['updates'] == 2 and 'begun_groups' not in r for r in rows(seen))
 
 
 def test_staleness_is_bounded_by_pacing(cluster, model, tmp_path):

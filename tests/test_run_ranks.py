@@ -60,6 +60,15 @@ def test_to_the_end(cluster, model, tmp_path, parallel, lora, figures):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize('parallel', ['ddp', 'fsdp'])
+def test_both_begin_with_groups_that_are_complete(cluster, model, tmp_path, parallel):
+    run = start(cluster, model, tmp_path, f'stream-{parallel}', parallel=parallel, schedule='stream', steps=8)
+    s, counts, seen = finish(run)
+    begun = [e.metrics.get('begun_groups', 0) for e in steps_of(seen)]
+    assert counts['train']['trained'] == 8*P*G and len(begun) == 8 and 1 <= sum(begun) and max(begun) <= P, begun
+
+
+@pytest.mark.long
 def test_two_ranks_write_what_one_would(cluster, model, tmp_path):
     "All begin with the same weights: the first version of each run is bit-equal, whether it came from one relay or from two"
     sums = {}

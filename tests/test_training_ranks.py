@@ -53,6 +53,25 @@ def few_rows(ranks, folder):
     return dict(moved=[m - f for m, f in zip(masters(w), first)], said=[said], none=none['updates'])
 
 
+def begun(ranks, folder):
+    "They begin with groups as these come, and memory ends once on one of them; one alone has its batch at once"
+    w, batch = worker(ranks), sample()
+    if ranks.rank == 1 and not ranks.sharded:
+        inner, failed = w._backward, []
+        def full(x, *args):
+            out = inner(x, *args)
+            if failed or len(x.input_ids) == 1: return out
+            failed.append(x)
+            raise torch.OutOfMemoryError('CUDA out of memory')
+        w._backward = full
+    for share in (batch[8:12], batch[:8]) if ranks.size > 1 else (): w.begin(share, 1)
+    lost = w.begun is not None and w.begun.lost
+    first, said = masters(w), numbers(w.step(batch, 1))
+    early = said.pop('begun_groups', 0)
+    said.pop('splits', 0)
+    return dict(moved=[m - f for m, f in zip(masters(w), first)], said=[said], early=early, lost=lost)
+
+
 def saved(ranks, folder):
     "All write their pieces"
     w = worker(ranks)
@@ -151,8 +170,8 @@ def apart(a, b): return float(torch.cat([(x - y).flatten() for x, y in zip(a, b)
 
 @pytest.mark.parametrize('parallel', ['ddp', 'fsdp'])
 def test_three_ranks_do_what_one_does(tmp_path, parallel, figures):
-    out = raised(3, parallel, [several_updates, not_finite, few_rows, saved], tmp_path)
-    for job in (several_updates, few_rows):
+    out = raised(3, parallel, [several_updates, not_finite, few_rows, begun, saved], tmp_path)
+    for job in (several_updates, few_rows, begun):
         alone, ranks = job(Alone(), tmp_path), out[job.__name__]
         figures[job.__name__] = apart(alone['moved'], whole(ranks, 'moved', parallel))
         assert figures[job.__name__] < 1e-3
@@ -160,6 +179,7 @@ def test_three_ranks_do_what_one_does(tmp_path, parallel, figures):
             for a, b in zip(alone['said'], r['said']):
                 assert a.keys() == b.keys() and all(a[k] == pytest.approx(b[k], rel=2e-3, abs=1e-6) for k in a), {k: (a[k], b[k]) for k in a if a[k] != b[k]}
     assert all(r['none'] == 0 for r in out['few_rows'].values())
+    assert {(r, x['early'], x['lost']) for r, x in out['begun'].items()} == {(0, 3, False), (1, 3, parallel == 'ddp'), (2, 3, False)}
     assert all((r['skipped'], r['updates'], r['same'], r['after']) == (1, 0, True, 0) for r in out['not_finite'].values())
     assert all(r['again'] for r in out['saved'].values())
     manifest = check(tmp_path/'step-000002')

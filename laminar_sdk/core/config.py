@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['OPTIONS', 'CLIPS', 'ALGORITHMS', 'SPLITS', 'Config', 'Sampling', 'for_training', 'Algorithm', 'GRPO', 'DrGRPO',
            'RLOO', 'ReinforcePP', 'ReinforcePPBaseline', 'GSPO', 'CISPO', 'DPPO', 'DAPO', 'PPO', 'as_algorithm',
-           'Reward', 'as_rewards', 'Eval', 'Buffer', 'Curriculum', 'Mixture', 'as_mixture', 'Repack', 'LoRA',
-           'RunConfig']
+           'whole_step', 'Reward', 'as_rewards', 'Eval', 'Buffer', 'Curriculum', 'Mixture', 'as_mixture', 'Repack',
+           'LoRA', 'RunConfig']
 
 # %% ../../nbs/core/02_config.ipynb #2222eef6
 from typing import Any, Callable, ClassVar, Literal
@@ -201,6 +201,14 @@ def as_algorithm(given: Any # an `Algorithm`, or its fields: {"name": "dapo", "l
     name = given.get('name', 'grpo')
     if name not in ALGORITHMS: raise ConfigError(f'no algorithm is called {name!r}', f'one of {", ".join(ALGORITHMS)}')
     return ALGORITHMS[name](**given)
+
+# %% ../../nbs/core/02_config.ipynb #c81734d0
+def whole_step(a: Algorithm) -> str: # '' where it does not
+    "Why a step of this algorithm needs all its groups at once"
+    if a.advantage not in ('grpo', 'dr_grpo', 'rloo') or a.whiten: return f"advantage = {a.advantage!r}{' with whiten' if a.whiten else ''} looks at the whole step"
+    if a.kl and a.kl_as == 'reward': return "kl_as = 'reward' asks the actor before there are advantages"
+    if a.minibatches*a.epochs > 1: return f'{a.minibatches*a.epochs} updates a step: the weights move before the last group is read'
+    return ''
 
 # %% ../../nbs/core/02_config.ipynb #56f3a300
 class Reward(Config):

@@ -10,7 +10,7 @@ from typing import Any, Callable
 
 from fastcore.basics import patch
 
-from ..core.config import RunConfig
+from ..core.config import RunConfig, whole_step
 from ..core.errors import RunError
 from ..core.events import BatchAsked, StepTrained
 from .buffer import Order, evict
@@ -28,11 +28,13 @@ class Batches:
                 ):
         self.config, self.ledger, self.evals, self.source, self.order = config, ledger, evals, source, Order(config.buffer, ledger)
         self.asked: BatchAsked | None = None # not answered yet
-        self.early, self.shown = schedule_for(config).early, set() # groups that the actor was shown before their batch is complete
+        self.early = schedule_for(config).early and not whole_step(config.algorithm)
+        self.shown = set() # groups that the actor was shown before their batch is complete
 
     def ask(self, e: BatchAsked):
-        "The actor waits for the groups of a step"
-        if e.incarnation >= self.ledger.incarnation: self.asked, self.shown = e, set()
+        "The actor waits for the groups of a step; where it has only been shown some, it asks again"
+        if e == self.asked or e.incarnation < self.ledger.incarnation: return
+        self.asked, self.shown = e, set()
 
     def forget(self, incarnation: int):
         "This life of the actor is over: nobody waits any more"
