@@ -30,6 +30,7 @@ from .supervisor import Supervisor
 from .tier import Tier
 from .metrics import Gauges
 from .trackers import Tracked
+from .vanished import give_up
 from .watching import Steered, Tally, Watched
 
 # %% ../nbs/23_coordinator.ipynb #c8534105
@@ -37,6 +38,13 @@ class Coordinator(Doing, ToRollouts, ToOthers, Watched, Steered, Tracked, Ending
     "The shell around the rollout manager of one run"
 
     def __init__(self, plan: Plan):
+        try: self._rebuild(plan)
+        except Exception as e: # Ray does not try again
+            give_up(plan.config.name, e, getattr(self, 'dir', None))
+            raise
+
+    def _rebuild(self, plan: Plan):
+        "From nothing, or from the run directory"
         from laminar_sdk.data.journal import Journal
         from laminar_sdk.data.rundir import RunDir
         from laminar_sdk.tape import Tape, header
@@ -297,7 +305,7 @@ async def status(self: Coordinator) -> dict:
     if self.data is not None and self.data_there.is_set(): self._ask_partial()
     return dict(name=self.config.name, state=self.state, reason=self.reason, step=max(steps, default=0), steps=self.config.steps,
                 run_dir=str(self.plan.run_dir), t=self.tape.now(), manager=self.manager.status() if self.manager else {},
-                pid=os.getpid(), first_scored_s=self.first_scored, children=family, partial=self.partial, emulated=self.emulated)
+                pid=os.getpid(), first_scored_s=self.first_scored, children=family, partial=self.partial, emulated=self.emulated, waiting=self.tape.waiting)
 
 @patch
 def _ask_partial(self: Coordinator):
@@ -312,7 +320,7 @@ def _ask_partial(self: Coordinator):
 async def events(self: Coordinator, since: int = 0, max_items: int = 1000, wait_s: float = 0.) -> bytes:
     "Observations after number `since`, as a msgpack block; waits for the first up to `wait_s` seconds"
     self.asked = time.monotonic()
-    return await self.tape.since(since, max_items, wait_s)
+    return await self.tape.since(since, max_items, min(wait_s, 30.)) # nobody knows whether the viewer still lives
 
 @patch
 async def audit(self: Coordinator) -> list[str]:

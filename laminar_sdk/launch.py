@@ -15,7 +15,8 @@ from .core.errors import ConfigError, RunError
 from .notebook.waits import Waiting
 from .gang import placement, release, taken
 from .pipeline import Plan
-from .shells import actor_name, end, find, names, spawn
+from .shells import actor_name, end, find, is_death, names, spawn
+from .vanished import clear, last_words
 
 CHUNK = 4 << 20 # bytes of one hand-over message
 
@@ -96,6 +97,7 @@ def refuse_live(self: Launch):
             raise RunError(f'a run named {self.config.name!r} is alive on this cluster',
                            f"attach to it: Run.attach(cluster, {self.config.name!r}), end it: run.stop(), or take another name")
         run.stop()
+    clear(self.config.name)
     if other := borrower(self.pool): raise RunError(f'the pool is lent to the run {other!r}', 'end that run, or give this one another pool')
 
 # %% ../nbs/05_launch.ipynb #cd95a527
@@ -169,16 +171,19 @@ def raise_coordinator(plan: Plan): # its handle
 def hand_over(coordinator, files: dict[str, bytes]):
     "Give it the files, and let it begin"
     import ray
-    for path, blob in files.items():
-        for i in range(0, max(len(blob), 1), CHUNK): ray.get(coordinator.put.remote(path, blob[i:i + CHUNK], i == 0), timeout=120)
-    ray.get(coordinator.begin.remote(), timeout=60)
+    try:
+        for path, blob in files.items():
+            for i in range(0, max(len(blob), 1), CHUNK): ray.get(coordinator.put.remote(path, blob[i:i + CHUNK], i == 0), timeout=120)
+        ray.get(coordinator.begin.remote(), timeout=60)
+    except Exception as e:
+        if is_death(e): raise RunError(f'the coordinator could not be started: {(why := last_words(e))[0]}', why[1]) from None
+        raise
 
 # %% ../nbs/05_launch.ipynb #10637b24
 def relaunch(cluster: Any, # `Cluster`
              path: str # the run directory, on the head node
             ): # a `Run`
     "Start a stopped or crashed run again"
-    import ray
     from laminar_sdk.data.rundir import RunDir
     from laminar_sdk.folders import ended
     from laminar_sdk.rollout_pool import place
@@ -188,6 +193,7 @@ def relaunch(cluster: Any, # `Cluster`
     if ended(Path(path)) == 'done': raise RunError(f'the run in {path} is done: {config.steps} steps are trained', 'start a new one with trainer.fit')
     cluster.connect()
     if find(actor_name(config.name, 'coordinator')) is not None: raise RunError(f'a run named {config.name!r} is alive', 'stop it first')
+    clear(config.name)
     gpus = there['actor'].get('gpus', 0)
     actor_hosts = placement(cluster.hosts, there['actor'].get('ranks', 1), gpus)
     placed = place(cluster.hosts, there['engines'], config.rollouts, taken(actor_hosts, gpus))
@@ -195,7 +201,7 @@ def relaunch(cluster: Any, # `Cluster`
                 keep_versions=there['keep_versions'], keyframe_every=there.get('keyframe_every', 50), transport=there.get('transport', 'tcp'),
                 secret=secrets.token_bytes(32), launch=secrets.token_hex(8), files=there['files'], trackers=there.get('trackers', {}))
     coordinator = raise_coordinator(plan)
-    try: ray.get(coordinator.begin.remote(), timeout=60)
+    try: hand_over(coordinator, {})
     except BaseException:
         end(names(f'{config.name}/'))
         release(config.name)

@@ -13,10 +13,12 @@ from typing import Any
 from fastcore.basics import patch
 
 from .core import events as ev
-from .core.errors import ClusterError, ConfigError, LaminarError, MissingError, RunError
+from .core.errors import ClusterError, ConfigError, IntegrityError, LaminarError, MissingError, RunError
+from .folders import unpacked
 from .readable import Readable
 from .rollouts import Rollouts
 from .shells import ENDED, actor_name, end, find, is_death, names
+from .vanished import away, missing, vanished
 
 # %% ../nbs/06_run.ipynb #7dd499c3
 class _OnBoth:
@@ -39,16 +41,14 @@ class Run(Readable):
                  name: str, # of the run
                  run_dir: str = '' # its directory on the head, as soon as that is known
                 ):
-        self.cluster, self.name, self.run_dir, self.views = cluster, name, run_dir, []
+        self.cluster, self.name, self.run_dir, self.views, self.known = cluster, name, run_dir, [], None
 
     @property
     def coordinator(self):
         "The coordinator's actor handle, or `RunError` when the run is over and gone"
         self.cluster.connect()
-        if (handle := find(actor_name(self.name, 'coordinator'))) is None:
-            living = ', '.join(r.name for r in Run.list(self.cluster)) or 'none'
-            raise MissingError(f'no run named {self.name!r} lives on this cluster (alive: {living})',
-                               f'a finished run is in its directory: Run.load({self.run_dir or "path"!r})')
+        if (handle := find(actor_name(self.name, 'coordinator'))) is None: raise missing(self)
+        self.known = handle # it is asked once more when the name is gone
         return handle
 
     def _ask(self, method: str, *args, timeout_s: float = 60.):
@@ -59,13 +59,15 @@ class Run(Readable):
             try: return ray.get(getattr(self.coordinator, method).remote(*args), timeout=timeout_s)
             except Exception as e:
                 if isinstance(cause := getattr(e, 'cause', None), LaminarError): raise cause from None # of ours: Ray's frames say nothing
-                if not is_death(e) or time.monotonic() > deadline: raise
+                if not is_death(e): raise
+                if time.monotonic() > deadline: raise away(self, timeout_s, e) from None
             time.sleep(.2) # it is being restarted
 
     def _over(self): # `PastRun`, or None
-        "The run's directory, if it is on this machine"
+        "The run's directory, if it is on this machine and can be read"
         from laminar_sdk.past_run import PastRun
-        return PastRun(self.run_dir) if self.run_dir and (Path(self.run_dir)/'config.json').exists() else None
+        try: return PastRun(self.run_dir) if self.run_dir else None
+        except (MissingError, IntegrityError): return None
 
     def _ask_or_read(self, method: str, ask):
         "Ask the run; of one that is over, read its directory"
@@ -189,10 +191,14 @@ def events(self: Run,
            wait_s: float = 0. # how long to wait for the first
           ) -> list[ev.Record]:
     "Observations after `since`"
-    try: return ev.decode_records(self._ask('events', since, max_items, wait_s, timeout_s=60 + wait_s))
-    except (MissingError, ClusterError):
+    return self._told(since, max_items, wait_s)[0]
+
+@patch
+def _told(self: Run, since: int, max_items: int = 1000, wait_s: float = 5.) -> tuple[list[ev.Record], LaminarError | None]: # and why it was its directory that was read
+    try: return ev.decode_records(self._ask('events', since, max_items, wait_s, timeout_s=60 + wait_s)), None
+    except (MissingError, ClusterError) as e:
         if (past := self._over()) is None: raise
-    return past.events(since, max_items)
+        return past.events(since, max_items), e
 
 @patch
 def _began(self: Run) -> int: # number of a record
@@ -213,13 +219,17 @@ def glance(self: Run) -> list[ev.Record]:
 def follow(self: Run,
            since: int | None = None # number of the last record that is known; None: from the beginning of the present life
           ):
-    "Records as they come, until the run has ended"
-    if since is None: since = self._began()
-    while True:
-        for r in self.events(since, wait_s=5.):
-            since = r.seq
-            yield r
-            if isinstance(r.event, ev.RunEnded) and self.status()['state'] in ENDED: return # else it was stopped once, and resumed
+    "Records as they come, until the run has ended; `RunError` when it never will"
+    try:
+        if since is None: since = self._began()
+        while True:
+            told, gone = self._told(since)
+            if gone and not told: raise gone # all has been read, and there was no end
+            for r in told:
+                since = r.seq
+                yield r
+                if isinstance(r.event, ev.RunEnded) and self.status()['state'] in ENDED: return # else it was stopped once, and resumed
+    except (MissingError, ClusterError) as e: raise vanished(self, e) from None
 
 @patch
 def wait(self: Run,
@@ -276,6 +286,7 @@ async def _ended(self: Run) -> dict: # the last status
                 if isinstance(r.event, ev.RunEnded) and (s := await self._ask_gently('status'))['state'] in ENDED:
                     await asyncio.to_thread(self._settle)
                     return await asyncio.to_thread(self._verdict, Status(s), True)
+    except (MissingError, ClusterError) as e: raise await asyncio.to_thread(vanished, self, e) from None
     except asyncio.CancelledError: # so does Jupyter interrupt
         self._say_it_goes_on()
         raise
@@ -291,7 +302,8 @@ async def _ask_gently(self: Run, method: str, *args, timeout_s: float = 60.):
             await asyncio.wait([answer], timeout=.2) # Jupyter's interrupt takes effect when the loop wakes next
         if not answer.done(): raise TimeoutError(f'run {self.name!r} did not answer {method!r} within {timeout_s:.0f} s')
         if (e := answer.exception()) is None: return answer.result()
-        if not is_death(e) or time.monotonic() > deadline: raise e
+        if not is_death(e): raise e
+        if time.monotonic() > deadline: raise away(self, timeout_s, e) from None
         await asyncio.sleep(.2) # it is being restarted
 
 # %% ../nbs/06_run.ipynb #4006d5c2
@@ -370,24 +382,17 @@ def report(self: Run, out: str = 'report.html') -> Path:
     Path(out).write_text(html(self.name, config, self.events(max_items=1_000_000), *answers(self)))
     return Path(out)
 
-def _unpack(blob: bytes, # a tar file
-            out: str) -> Path:
-    "A folder that was sent over the connection"
-    import io, tarfile
-    with tarfile.open(fileobj=io.BytesIO(blob)) as t: t.extractall(out, filter='data')
-    return Path(out)
-
 @patch
 def save_model(self: Run, out: str # folder to write
               ) -> Path:
     "The newest checkpoint as a Hugging Face folder"
-    return _unpack(self._waited('export_model', 'the model is made and sent'), out)
+    return unpacked(self._waited('export_model', 'the model is made and sent'), out)
 
 @patch
 def download(self: Run, out: str # folder to write
             ) -> Path:
     "A consistent snapshot of the run directory, for `Run.load`"
-    return _unpack(self._waited('snapshot', 'the run directory is packed and sent'), out)
+    return unpacked(self._waited('snapshot', 'the run directory is packed and sent'), out)
 
 @patch
 def _waited(self: Run, method: str, what: str) -> bytes:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['frame', 'frames', 'segments', 'headers', 'read', 'AppendFile', 'Recorder', 'append', 'record', 'flush', 'close',
-           'since']
+           'since', 'remembers']
 
 # %% ../../nbs/data/02_recorder.ipynb #2d9cbf4b
 import os
@@ -254,4 +254,10 @@ def _older(self: Recorder, s, seq, max_items):
     s.write()
     return list(islice(read(s.folder, seq), max_items))
 
-Recorder.since, Recorder._older = since, _older
+def remembers(self: Recorder, seq: int, stream: str = 'run') -> bool:
+    "Whether what is new after a number is in memory"
+    with self._mutex:
+        s = self.stream(stream)
+        return seq >= s.seq or bool(s.tail) and s.tail[0].seq <= seq + 1
+
+Recorder.since, Recorder._older, Recorder.remembers = since, _older, remembers

@@ -15,7 +15,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..core.errors import ConfigError, MissingError, RunError
+from ..core.errors import ConfigError, IntegrityError, MissingError, RunError
 
 # %% ../../nbs/data/00_rundir.ipynb #493ed833
 _FULL = {errno.ENOSPC: 'the disk is full', errno.EDQUOT: 'the disk quota is used up',
@@ -172,7 +172,11 @@ def _check_name(self: RunDir, config):
 def read_config(self: RunDir) -> dict:
     "What was asked for when the run began"
     if not self.exists: raise MissingError(f'{self.path} is not a run directory: it has no config.json', 'check the path')
-    return json.loads(self.config_file.read_bytes())
+    try: found = json.loads(self.config_file.read_bytes())
+    except ValueError as e: found = e
+    if isinstance(found, dict) and 'name' in found: return found
+    raise IntegrityError(f'{self.config_file} is damaged: {found if isinstance(found, ValueError) else "it names no run"}',
+                         'put a copy of it back (each download of the run has one); the rest of the directory is as it was')
 
 def write_config(self: RunDir, config: dict):
     "Replace config.json, atomically; the name stays"

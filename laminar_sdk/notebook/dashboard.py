@@ -7,6 +7,7 @@ __all__ = ['EVERY_S', 'PLAIN_S', 'STATUS_S', 'ENDED', 'only_plain', 'PlainView',
 
 # %% ../../nbs/notebook/02_dashboard.ipynb #91ef4784
 import os, re, sys, threading, time
+from html import escape
 from typing import Any
 
 from .charts import Series, headline
@@ -54,7 +55,7 @@ class Dashboard:
         import ipywidgets as w
         self.run, self.series, self.steps, self.over, self.frozen = run, Series(4_000, 1_500), None, threading.Event(), False
         self.plain = only_plain() if plain is None else plain
-        self.status, self.asked = {}, 0.
+        self.status, self.asked, self.lost = {}, 0., '' # why there is no news any more
         self.head, self.waits, self.foot = w.HTML(self._head()), w.HTML(), w.HTML()
         self.view = PlainView(self.series, run.name) if self.plain else LiveView(self.series, look_up(run) if hasattr(run, 'browse') else None)
         self.controls = Controls(run) if hasattr(run, 'pool') else None # who can only be read has none
@@ -71,7 +72,7 @@ class Dashboard:
                 new = self.run.events(self.series.seq, wait_s=1.)
                 self._ask_status()
             except Exception as e: # the run is gone, or the cluster: the view says so and ends
-                self.foot.value += f'<i>no news any more: {type(e).__name__}</i>'
+                self.lost = f'<p><i>no news any more: {escape(str(e))}</i></p>'.replace('\n', '<br>')
                 break
             if new: self.draw(new)
             self.view.remind()
@@ -113,13 +114,14 @@ class Dashboard:
         with self.lock:
             self.frozen = True
             for handle in self.handles: handle.update(self.snapshot(), raw=True)
-        self.foot.value = picture(self.run.name, self.series, self.steps) # for a page that was reloaded: it has lost the handle
+        self.foot.value = picture(self.run.name, self.series, self.steps) + self.lost # for a page that was reloaded: it has lost the handle
         self.box.children = [self.foot]
         for widget in (self.head, self.waits, self.view, *([self.controls.box] if self.controls else [])): widget.close()
 
     def snapshot(self) -> dict[str, str]: # by MIME type
         "The present state as a picture, which needs no kernel"
-        return {'image/svg+xml': picture(self.run.name, self.series, self.steps), 'text/plain': repr(self)}
+        drawn = picture(self.run.name, self.series, self.steps)
+        return ({'text/html': drawn + self.lost} if self.lost else {'image/svg+xml': drawn}) | {'text/plain': repr(self)}
 
     def _ipython_display_(self):
         from IPython.display import display

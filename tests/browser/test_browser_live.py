@@ -1,5 +1,5 @@
 """A run that works, watched and steered from JupyterLab in Chromium. Emulated engines; Ray, relays, actor, Jupyter and browser are real."""
-import time
+import os, signal, time
 import pytest
 import lab
 from laminar_sdk.core import events as ev
@@ -108,6 +108,39 @@ def test_every_control_acts(page, run):
     click('Drain')
     until(lambda: 1 not in rollouts(run), 40)
     for text in ('paused: what is in flight finishes', 'resumed', 'is parked', 'learning rate 0.0005', 'bounded by 3', 'no repack any more, B 4', '4 rollouts are wanted', 'rollout/1 drains'): assert said(run, text), text
+
+
+def test_two_pages_of_two_kernels_and_one_is_stopped(page, run, server, browser, figures):
+    server.write('second.ipynb', *CELLS, "import os\nprint('process', os.getpid())")
+    second = lab.Page(browser, server).open('second.ipynb').run()
+    newest = lambda: run.events(max_items=1_000_000)[-1].seq
+    shows = "s => +document.querySelector('.laminar')?.dataset.seq >= s"
+    try:
+        pid = int(second.until("() => [...document.querySelectorAll('.jp-OutputArea-output')].map(x => x.innerText.match(/^process (\\d+)/)?.[1]).find(x => x)", 60))
+        for p in (second, page): p.until(shows, arg=newest())
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            page.page.wait_for_timeout(2_000) # it is not there any more; then the other page has to be as quick as ever
+            took = []
+            for _ in range(5):
+                t, told = time.monotonic(), newest()
+                page.until(shows, 5, arg=told)
+                took.append(time.monotonic() - t)
+        finally: os.kill(pid, signal.SIGCONT)
+        figures['first_page_s_while_the_second_is_stopped'] = round(sorted(took)[3], 2) # of five
+        assert sorted(took)[3] < 1.5, took # half a second of it is the pause between two updates
+        second.until(shows, arg=newest())
+        second.page.locator('button.jupyter-button:text-is("Pause")').first.click()
+        until(lambda: run.status()['state'] == 'paused', 20)
+        for p in (second, page): p.until("() => document.querySelector('.laminar').closest('.jp-OutputArea-output').innerText.includes('paused')")
+        page.page.locator('button.jupyter-button:text-is("Resume")').first.click()
+        until(lambda: run.status()['state'] == 'running', 20)
+        assert second.errors == []
+    finally:
+        second.close()
+        for s in server.ask('/api/sessions'):
+            if s['path'] == 'second.ipynb': server.ask(f"/api/sessions/{s['id']}", 'DELETE')
+    page.until(shows, arg=newest())
 
 
 def test_another_kernel_takes_over_and_the_end_leaves_a_picture(page, run):
