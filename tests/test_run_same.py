@@ -63,6 +63,7 @@ def test_twice_on_an_emulated_engine(cluster, model, tmp_path): # noqa: F811
 
 @pytest.mark.ray
 @pytest.mark.engine
+@pytest.mark.long
 @pytest.mark.timeout(500)
 def test_twice_on_vllm(cluster, tmp_path, figures):
     from laminar_sdk.all import RelayTier, Replicas, RolloutPool, Trainer

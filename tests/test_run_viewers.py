@@ -12,7 +12,7 @@ from laminar_sdk.core import events as ev
 from laminar_sdk.notebook.dashboard import Dashboard
 from test_run import model, running, start, until # noqa: F401 (a fixture)
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(240)]
 VIEWER = '''
 import json, sys, time
 from laminar_sdk.all import *
