@@ -8,6 +8,7 @@ __all__ = ['PastRun', 'as_frame']
 # %% ../nbs/06a_past_run.ipynb #5a6466ae
 from pathlib import Path
 
+from fastcore.basics import patch
 
 from .core import events as ev
 from .core.errors import MissingError
@@ -62,62 +63,75 @@ class PastRun(Readable):
         from laminar_sdk.notebook.replay import Replay
         return Replay(self, plain)
 
-    def history(self): # a pandas DataFrame
-        "One row a step"
-        return as_frame(self.events())
+# %% ../nbs/06a_past_run.ipynb #bfdd21e6
+@patch
+def history(self: PastRun): # a pandas DataFrame
+    "One row a step"
+    return as_frame(self.events())
 
-    def evaluations(self) -> list[ev.EvalDone]:
-        "Held-out accuracy, in the order of time"
-        return [r.event for r in self.events() if isinstance(r.event, ev.EvalDone)]
+@patch
+def evaluations(self: PastRun) -> list[ev.EvalDone]:
+    "Held-out accuracy, in the order of time"
+    return [r.event for r in self.events() if isinstance(r.event, ev.EvalDone)]
 
-    def trajectories(self, last: int = 500): # a `datasets.Dataset`
-        "The newest scored trajectories"
-        import datasets
-        from laminar_sdk.data.trajectories import TrajectoryStore, readable
-        return datasets.Dataset(readable(TrajectoryStore(self.dir.trajectories, read_only=True).last(last), self._decode()))
+@patch
+def trajectories(self: PastRun, last: int = 500): # a `datasets.Dataset`
+    "The newest scored trajectories"
+    import datasets
+    from laminar_sdk.data.trajectories import readable
+    return datasets.Dataset(readable(self._store().last(last), self._decode()))
 
-    def _decode(self): # token ids -> text, or None where the model is not here
-        from laminar_sdk.core.errors import LaminarError
-        from laminar_sdk.training.policy import load_tokenizer
-        beside = self.dir.path/'tokenizer' # of a recording that was made to be sent around
-        try: return load_tokenizer(str(beside) if beside.exists() else self.config['model']).decode
-        except LaminarError: return None
+@patch
+def _decode(self: PastRun): # token ids -> text, or None where the model is not here
+    from laminar_sdk.core.errors import LaminarError
+    from laminar_sdk.training.policy import load_tokenizer
+    beside = self.dir.path/'tokenizer' # of a recording that was made to be sent around
+    try: return load_tokenizer(str(beside) if beside.exists() else self.config['model']).decode
+    except LaminarError: return None
 
-    def logs(self, what: str = 'reward', tail: int = 50) -> list[str]:
-        "The last lines that user code printed, tracebacks included"
-        file = self.dir.logs/f'{what}.log'
-        return file.read_text(errors='replace').splitlines()[-tail:] if file.exists() and tail else []
+# %% ../nbs/06a_past_run.ipynb #ab5b010d
+@patch
+def logs(self: PastRun, what: str = 'reward', tail: int = 50) -> list[str]:
+    "The last lines that user code printed, tracebacks included"
+    file = self.dir.logs/f'{what}.log'
+    return file.read_text(errors='replace').splitlines()[-tail:] if file.exists() and tail else []
 
-    def save_model(self, out: str | Path # folder to write
-                  ) -> Path:
-        "The newest checkpoint as a Hugging Face folder"
-        from laminar_sdk.training.checkpoint import export, newest_valid
-        found, _ = newest_valid(self.dir.checkpoints)
-        if found is None: raise MissingError(f'{self.dir.checkpoints} holds no checkpoint', 'the run writes one every `checkpoint` steps and after the last')
-        export(found, out)
-        return Path(out)
-
-    def ledger(self): # `scheduling.ledger.Ledger`
-        "The ledger, built again from its rows"
-        from laminar_sdk.data.journal import Journal
-        from laminar_sdk.scheduling.books import KEYS
-        from laminar_sdk.scheduling.ledger import Ledger
-        with Journal(self.dir.ledger, read_only=True) as journal: return Ledger.restore([r for t in KEYS for r in journal.rows(t)])
-
-    def audit(self) -> list[str]:
-        "What does not add up in the ledger; empty if all is well"
-        return self.ledger().audit()
-
-    def counts(self) -> dict[str, dict[str, int]]:
-        "Trajectories by kind and state"
-        ledger = self.ledger()
-        return {k: ledger.counts(k) for k in ('train', 'eval')}
-
-    def report(self, out: str | Path | None = None # default report.html in the run directory
+@patch
+def save_model(self: PastRun, out: str | Path # folder to write
               ) -> Path:
-        "One self-contained HTML file"
-        from laminar_sdk.notebook.report import write_report
-        return write_report(self.dir.path, self.events(), out or self.dir.report, self)
+    "The newest checkpoint as a Hugging Face folder"
+    from laminar_sdk.training.checkpoint import export, newest_valid
+    found, _ = newest_valid(self.dir.checkpoints)
+    if found is None: raise MissingError(f'{self.dir.checkpoints} holds no checkpoint', 'the run writes one every `checkpoint` steps and after the last')
+    export(found, out)
+    return Path(out)
+
+# %% ../nbs/06a_past_run.ipynb #39ca8acc
+@patch
+def ledger(self: PastRun): # `scheduling.ledger.Ledger`
+    "The ledger, built again from its rows"
+    from laminar_sdk.data.journal import Journal
+    from laminar_sdk.scheduling.books import KEYS
+    from laminar_sdk.scheduling.ledger import Ledger
+    with Journal(self.dir.ledger, read_only=True) as journal: return Ledger.restore([r for t in KEYS for r in journal.rows(t)])
+
+@patch
+def audit(self: PastRun) -> list[str]:
+    "What does not add up in the ledger; empty if all is well"
+    return self.ledger().audit()
+
+@patch
+def counts(self: PastRun) -> dict[str, dict[str, int]]:
+    "Trajectories by kind and state"
+    ledger = self.ledger()
+    return {k: ledger.counts(k) for k in ('train', 'eval')}
+
+@patch
+def report(self: PastRun, out: str | Path | None = None # default report.html in the run directory
+          ) -> Path:
+    "One self-contained HTML file"
+    from laminar_sdk.notebook.report import write_report
+    return write_report(self.dir.path, self.events(), out or self.dir.report, self)
 
 # %% ../nbs/06a_past_run.ipynb #372f5a43
 def as_frame(records: list[ev.Record]): # a pandas DataFrame
