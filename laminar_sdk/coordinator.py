@@ -9,32 +9,33 @@ __all__ = ['Coordinator']
 import asyncio, json, os, time
 from pathlib import Path
 
-import msgspec
 from fastcore.basics import patch
 
 from . import children
+from .asked import Asked
 from .core import events as ev
 from .core.config import whole_step
-from .scheduling.commands import GiveBatch
 from .doing import Doing, ToOthers, ToRollouts
 from .ending import Ending
+from .for_actor import ForActor
 from .lanes import Lanes
 from .gang import Gang
-from .folders import choose_folder, describe, newest_model, packed_run
+from .folders import choose_folder, describe
 from .pipeline import Pipeline, Plan, Table
 from .scheduling.books import KEYS, MetaRow
 from .scheduling.ledger import Ledger
 from .scheduling.manager import RolloutManager
-from .shells import ENDED, Shell, is_death
+from .shells import ENDED, Shell
 from .supervisor import Supervisor
 from .tier import Tier
+from .told import Told
 from .metrics import Gauges
 from .trackers import Tracked
 from .vanished import give_up
 from .watching import Steered, Tally, Watched
 
 # %% ../nbs/23_coordinator.ipynb #c8534105
-class Coordinator(Doing, ToRollouts, ToOthers, Watched, Steered, Tracked, Ending, Shell):
+class Coordinator(Told, ForActor, Asked, Doing, ToRollouts, ToOthers, Watched, Steered, Tracked, Ending, Shell):
     "The shell around the rollout manager of one run"
 
     def __init__(self, plan: Plan):
@@ -180,214 +181,6 @@ def build_manager(self: Coordinator, counts: dict,
     if counts['skipped']:
         self.note('warning', f"{counts['skipped']} prompts are longer than the model's {self.config.max_model_len} tokens allow and are skipped", 'data/0')
     self.ready.set()
-
-@patch
-async def new_version(self: Coordinator, incarnation: int, step: int) -> tuple[int, list[str]]: # version, socket of the relay that takes it from each rank
-    "A number for what the actor is about to publish; it asks under its own lock, so that numbers and weights have the same order"
-    version = self.manager.issue_version(step, incarnation)
-    await self.pipeline.commit()
-    # of a relay that has just died too: the actor does not wait for its successor
-    return version, [self.publish_to.get(h) or await self.actor_socket(rank) for rank, h in enumerate(self.plan.actor_hosts)]
-
-# %% ../nbs/23_coordinator.ipynb #e517d118
-@patch
-async def report(self: Coordinator, blob: bytes) -> bool:
-    "A rollout's report of one interval; the answer means: it is safe with us"
-    from laminar_sdk.rollout.reports import decode_report
-    await self.ready.wait()
-    r = decode_report(blob)
-    if r.rollout in self.heard: self.heard[r.rollout] = time.monotonic()
-    if r.engine_dead:
-        await self.supervisor.kill(self.supervisor.children[f'rollout/{r.rollout}'], f'its engine died: {r.engine_dead}')
-        return True
-    if r.pieces: await self.data_there.wait() # to take them now and drop them would leave a hole
-    pieces = [p for p in r.pieces if self.manager.accepts(r.rollout, p.trajectory, p.lease)]
-    try:
-        if pieces: await self.data.extend.remote(msgspec.msgpack.encode(pieces), r.version)
-    except Exception as e:
-        if not is_death(e): raise
-        return True # the data actor died: `DataLost` follows, and what it held is generated again
-    lengths = [p.last for p in pieces]
-    void = [e.trajectory for e in r.events if isinstance(e, ev.Refused) and self.manager.accepts(r.rollout, e.trajectory, e.lease)]
-    self.table.saw_tokens(sum(p.generated for p in pieces), self.tape.now())
-    await self.feed(*r.events, ev.Progress(r.rollout, [p.trajectory for p in pieces], [p.lease for p in pieces], lengths,
-                                            [p.finish for p in pieces], r.kv_used, r.running, r.waiting, r.load, r.tokens_per_s))
-    if void: self.data.forget.remote(void)
-    return True
-
-@patch
-async def tell(self: Coordinator, blob: bytes):
-    "Events of a relay or the data actor"
-    await self.ready.wait()
-    told = msgspec.msgpack.decode(blob, type=list[_TOLD])
-    for e in told:
-        self.tally.saw(e, self.manager.ledger.rows)
-        if isinstance(e, ev.Notice): self.tape.append('run', e)
-        if isinstance(e, ev.VersionReady): self.tier.shown(e)
-        if isinstance(e, ev.LinkFailed): self.tier.broken(e)
-        if isinstance(e, ev.RelayHeard): self.tier.feed(ev.RelayHeard, e.host, e.incarnation, e.newest, e.arriving, e.nbytes)
-    if self.first_scored is None and any(isinstance(e, ev.GroupScored) and e.reward for e in told): self.first_scored = self.tape.now()
-    await self.feed(*(e for e in told if not isinstance(e, ev.Notice | ev.RelayHeard | ev.LinkFailed)))
-
-_TOLD = ev.VersionReady | ev.GroupScored | ev.RelayHeard | ev.LinkFailed | ev.Notice
-
-@patch
-async def feed(self: Coordinator, *events): await self.pipeline.feed(*events)
-
-# %% ../nbs/23_coordinator.ipynb #e75915ea
-@patch
-async def next_batch(self: Coordinator, incarnation: int, step: int) -> dict | None:
-    "A step's `{step, groups, trajectories}` and what was set for it; `{step, trajectories, early}` to begin with; `{order}`, which comes first; None at the end"
-    await self.ready.wait()
-    if self.manager.orders().get('checkpoint'): return dict(order='checkpoint')
-    key = incarnation, step
-    answer = self.batches.setdefault(key, asyncio.get_running_loop().create_future())
-    if not answer.done(): await self.feed(ev.BatchAsked(*key))
-    if not answer.done() and self.shown[0] == key and self.shown[1]: answer.set_result('early')
-    over = asyncio.ensure_future(self.ended.wait())
-    try: await asyncio.wait([answer, over], return_when='FIRST_COMPLETED')
-    finally: over.cancel()
-    self.batches.pop(key, None)
-    if answer.cancelled() or not answer.done(): return None
-    if (give := answer.result()) is None: return dict(order='checkpoint')
-    if not isinstance(give, GiveBatch):
-        (_, groups), self.shown = self.shown, (key, [])
-        return dict(step=step, trajectories=groups, early=True)
-    return dict(step=step, groups=give.groups, trajectories=give.trajectories) | self.manager.orders()
-
-@patch
-async def actor_socket(self: Coordinator, rank: int = 0) -> str:
-    "The relay of the host of one of the actor's ranks, as soon as there is one"
-    while (host := self.plan.actor_hosts[rank]) not in self.sockets:
-        self.relays_changed.clear()
-        await self.relays_changed.wait()
-    return self.sockets[host][0]
-
-@patch
-async def step_done(self: Coordinator, incarnation: int, step: int, version: int, metrics: dict):
-    "A step is trained and published"
-    if step not in self.table.batches and step in self.manager.ledger.steps: self.table.batch(step, **self.manager.batch_figures(step))
-    self.tier.published(version)
-    if self.emulated: metrics = metrics | {'emulated': 1.}
-    await self.feed(ev.StepTrained(incarnation, step, version, metrics))
-    if self.manager.paused and self.state == 'running': self.state = 'paused' # it has paused itself
-    self.tape.append('run', ev.StepDone(step, self.table.row(step, version, self.tape.now(), metrics)))
-    self.data.release.remote(self.given.pop(step, []))
-
-@patch
-async def checkpoint_saved(self: Coordinator, step: int, name: str):
-    "A durable checkpoint exists; a copy of the ledger goes with it"
-    await self.feed(ev.CheckpointSaved(step, name))
-    self._saved(step)
-    await asyncio.to_thread(self.journal.backup, self.dir.checkpoints/f'{name}.sqlite')
-    for old in self.dir.checkpoints.glob('step-*.sqlite'):
-        if not old.with_suffix('').exists(): old.unlink()
-    await self.data.seal.remote()
-
-@patch
-async def checkpoint_failed(self: Coordinator, step: int, error: str):
-    "It could not be written: the run waits for somebody who makes room"
-    await self.feed(ev.CheckpointFailed(step, error))
-    if self.manager.paused and self.state == 'running': self.state = 'paused'
-
-@patch
-async def cut(self: Coordinator, step: int) -> dict:
-    "What a checkpoint of this step has to name beside the actor's own state"
-    return self.manager.cut(step)
-
-# %% ../nbs/23_coordinator.ipynb #0f533b43
-@patch
-async def status(self: Coordinator) -> dict:
-    "Where the run stands, for `run.status()`"
-    self.asked = time.monotonic()
-    steps = [self.manager.ledger.trained_step] if self.manager else []
-    family = {c.label: dict(up=c.is_up, restarts=c.restarts, pid=c.pid) for c in self.supervisor.children.values()}
-    if self.data is not None and self.data_there.is_set(): self._ask_partial()
-    return dict(name=self.config.name, state=self.state, reason=self.reason, step=max(steps, default=0), steps=self.config.steps,
-                run_dir=str(self.plan.run_dir), t=self.tape.now(), manager=self.manager.status() if self.manager else {},
-                pid=os.getpid(), first_scored_s=self.first_scored, children=family, partial=self.partial, emulated=self.emulated, waiting=self.tape.waiting)
-
-@patch
-def _ask_partial(self: Coordinator):
-    "What the partial response pool holds, for the next question: nobody waits for a data actor that may be dying"
-    async def ask():
-        try: self.partial = await self.data.stats.remote()
-        except Exception as e:
-            if not is_death(e): raise
-    if self.asking is None or self.asking.done(): self.asking = asyncio.get_running_loop().create_task(ask())
-
-@patch
-async def events(self: Coordinator, since: int = 0, max_items: int = 1000, wait_s: float = 0.) -> bytes:
-    "Observations after number `since`, as a msgpack block; waits for the first up to `wait_s` seconds"
-    self.asked = time.monotonic()
-    return await self.tape.since(since, max_items, min(wait_s, 30.)) # nobody knows whether the viewer still lives
-
-@patch
-async def audit(self: Coordinator) -> list[str]:
-    "What does not add up in the ledger (nothing, if all is well)"
-    return self.manager.ledger.audit() if self.manager else []
-
-@patch
-async def where(self: Coordinator) -> dict:
-    "The directory that was wished for, the one that it is, and the step that it goes on from"
-    there = [int(p.name.rpartition('-')[2]) for p in self.dir.checkpoints.glob('step-*') if p.is_dir()]
-    return dict(wanted=self.wanted, run_dir=str(self.dir.path), step=max(there, default=0))
-
-@patch
-async def description(self: Coordinator) -> dict: return describe(self.plan)
-
-@patch
-async def export_model(self: Coordinator) -> bytes:
-    "The newest checkpoint as a Hugging Face folder, in a tar file"
-    return await asyncio.to_thread(newest_model, self.dir.checkpoints)
-
-@patch
-async def snapshot(self: Coordinator) -> bytes:
-    "The run directory as it is now, with a consistent copy of the ledger, in a tar file"
-    await self._seal()
-    self.tape.flush()
-    return await asyncio.to_thread(packed_run, self.dir.path, self.journal)
-
-@patch
-async def counts(self: Coordinator) -> dict[str, dict[str, int]]:
-    "Trajectories by kind and state"
-    return {k: self.manager.ledger.counts(k) if self.manager else {} for k in ('train', 'eval')}
-
-@patch
-async def pause(self: Coordinator, now: bool = False):
-    await self._control(ev.Paused(now), 'paused', 'paused: what is in flight ' + ('is parked' if now else 'finishes'))
-@patch
-async def resume(self: Coordinator): await self._control(ev.Resumed(), 'running', 'resumed')
-@patch
-async def stop(self: Coordinator, reason: str = 'stop'):
-    "End in order; answers when everything is given back"
-    if not self.ended.is_set():
-        if self.manager is None: await self._finish('stopped', reason)
-        else: await self.feed(ev.StopAsked(reason))
-    await self.ended.wait()
-
-@patch
-async def evaluate(self: Coordinator): await self._control(ev.EvalAsked(), '', 'an evaluation is asked for')
-
-@patch
-async def scale(self: Coordinator, rollouts: int, kind: int = 0):
-    name = self.plan.engines[kind].get('name', '') if len(self.plan.engines) > 1 else ''
-    await self._control(ev.ScaleAsked(rollouts, kind), '', f'{rollouts} rollouts {f"of the kind {name!r} " if name else ""}are wanted')
-@patch
-async def drain(self: Coordinator, rollout: int): await self._control(ev.DrainAsked(rollout), '', f'rollout/{rollout} drains')
-@patch
-async def kill(self: Coordinator, rollout: int):
-    "End a rollout's process now; another takes its place"
-    await self.supervisor.kill(self.supervisor.children[f'rollout/{rollout}'], 'it was killed by `run.pool.kill`')
-
-@patch
-async def _control(self: Coordinator, event, state: str, text: str):
-    "What a user wants: done, and said to everybody who watches"
-    await self.ready.wait()
-    if self.ended.is_set(): return
-    await self.feed(event)
-    self.note('info', text, 'user')
-    if state and self.state in ('running', 'paused'): self.state = state
 
 @patch
 def note(self: Coordinator, level: str, text: str, where: str = ''): self.tape.append('run', ev.Notice(level, text, where))

@@ -15,7 +15,7 @@ from .core.errors import ConfigError, RunError
 from .notebook.waits import Waiting
 from .gang import placement, release, taken
 from .pipeline import Plan
-from .shells import actor_name, end, find, is_death, names, spawn
+from .shells import ENDED, actor_name, end, find, is_death, names, spawn
 from .vanished import clear, last_words
 
 CHUNK = 4 << 20 # bytes of one hand-over message
@@ -90,7 +90,7 @@ def _check_call(r: Reward):
 def refuse_live(self: Launch):
     "A run of that name that has ended lets go of its name; one that is alive keeps it, and its pool"
     from laminar_sdk.kept_pool import borrower
-    from laminar_sdk.run import ENDED, Run
+    from laminar_sdk.run import Run
     run = Run(self.trainer.cluster, self.config.name)
     if find(actor_name(self.config.name, 'coordinator')) is not None:
         if run.status()['state'] not in ENDED:

@@ -8,6 +8,8 @@ __all__ = ['Tally', 'Watched', 'Steered']
 # %% ../nbs/23c_watching.ipynb #8d987ab2
 from collections import Counter
 
+from fastcore.basics import patch
+
 from .core import events as ev
 
 # %% ../nbs/23c_watching.ipynb #71ea9c1f
@@ -68,14 +70,50 @@ class Steered:
         more = ''.join(f', {name} {value:g}' for name, value in (('B', batch), ('C_max', kv_max)) if value)
         await self._control(ev.RepackSet(on, every, batch, kv_max), '', (f'repack looks every {every:g} s' if on else 'no repack any more') + more)
 
-    async def checkpoint(self) -> int: # the step that is the newest now
+    async def checkpoint(self) -> tuple[int, int | None]: # the step that is the newest now; after which record to look for its `CheckpointSaved`, None: it is saved
         "The actor writes one as soon as it is between two steps"
         await self.ready.wait()
-        ledger = self.manager.ledger
-        if ledger.checkpointed < ledger.trained_step:
-            await self._control(ev.CheckpointAsked(), '', 'a checkpoint is asked for')
-            for answer in self.batches.values():
-                if not answer.done(): answer.set_result(None) # who waits for a batch has time now
-        return ledger.trained_step
+        ledger, since = self.manager.ledger, self.tape.recorder.seq('run')
+        if ledger.checkpointed >= ledger.trained_step: return ledger.trained_step, None
+        await self._control(ev.CheckpointAsked(), '', 'a checkpoint is asked for')
+        for answer in self.batches.values():
+            if not answer.done(): answer.set_result(None) # who waits for a batch has time now
+        return ledger.trained_step, since
 
-    def _saved(self, step: int): self.note('info', f'a checkpoint of step {step} is there', 'actor/0')
+# %% ../nbs/23c_watching.ipynb #d57dcb06
+@patch
+async def pause(self: Steered, now: bool = False):
+    await self._control(ev.Paused(now), 'paused', 'paused: what is in flight ' + ('is parked' if now else 'finishes'))
+@patch
+async def resume(self: Steered): await self._control(ev.Resumed(), 'running', 'resumed')
+@patch
+async def stop(self: Steered, reason: str = 'stop'):
+    "End in order; answers when everything is given back"
+    if not self.ended.is_set():
+        if self.manager is None: await self._finish('stopped', reason)
+        else: await self.feed(ev.StopAsked(reason))
+    await self.ended.wait()
+
+@patch
+async def evaluate(self: Steered): await self._control(ev.EvalAsked(), '', 'an evaluation is asked for')
+
+@patch
+async def _control(self: Steered, event, state: str, text: str):
+    "What a user wants: done, and said to everybody who watches"
+    await self.ready.wait()
+    if self.ended.is_set(): return
+    await self.feed(event)
+    self.note('info', text, 'user')
+    if state and self.state in ('running', 'paused'): self.state = state
+
+# %% ../nbs/23c_watching.ipynb #1495c64a
+@patch
+async def scale(self: Steered, rollouts: int, kind: int = 0):
+    name = self.plan.engines[kind].get('name', '') if len(self.plan.engines) > 1 else ''
+    await self._control(ev.ScaleAsked(rollouts, kind), '', f'{rollouts} rollouts {f"of the kind {name!r} " if name else ""}are wanted')
+@patch
+async def drain(self: Steered, rollout: int): await self._control(ev.DrainAsked(rollout), '', f'rollout/{rollout} drains')
+@patch
+async def kill(self: Steered, rollout: int):
+    "End a rollout's process now; another takes its place"
+    await self.supervisor.kill(self.supervisor.children[f'rollout/{rollout}'], 'it was killed by `run.pool.kill`')
