@@ -14,6 +14,7 @@ import numpy as np
 from fastcore.basics import patch
 
 from .core import events as ev
+from .core.config import sampling_of
 from .core.types import Call, Trajectory
 from .rollout.environment import masked, reward_of, turn_spans
 from .rollout.environment_pool import EnvironmentPool, Reply, packed_in
@@ -161,7 +162,7 @@ def _finished(self: DataService, seat: cm.Placement) -> Trajectory:
     "A finished answer, put together from its pieces"
     row, (store, prepared) = self.partial.pop(seat.trajectory), self.prompts[seat.kind]
     at = int(prepared.usable[seat.prompt])
-    sampling = self.config.sampling if seat.kind == 'train' else self.config.eval.sampling
+    sampling = sampling_of(self.config.sampling if seat.kind == 'train' else self.config.eval.sampling, seat.sample_index)
     return Trajectory(id=seat.trajectory, group_id=seat.group, prompt_id=at, sample_index=seat.sample_index, kind=seat.kind,
                       lease=seat.lease, columns=store.row(at), sampling=sampling.model_dump(),
                       prompt_ids=prepared.prompt_ids(at), response_ids=row.ids, logprobs=row.logprobs,

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from laminar_sdk.core import events as ev
-from laminar_sdk.core.config import Buffer, Curriculum, Eval, GRPO, Mixture, Repack
+from laminar_sdk.core.config import Buffer, Curriculum, Eval, GRPO, Mixture, ReMax, Repack
 from laminar_sdk.core.errors import ConfigError, RunError
 from laminar_sdk.scheduling import commands as cm
 from laminar_sdk.scheduling.cursor import PromptCursor
@@ -24,9 +24,10 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @initialize(steps=st.integers(1, 3), pps=st.integers(1, 2), size=st.integers(1, 3), slack=st.integers(0, 2), n_eval=st.integers(0, 2),
                 hosts=st.integers(1, 2), rollouts=st.integers(1, 3), every=st.integers(0, 2), keep=st.integers(1, 2),
-                most=st.sampled_from([None, None, 1., 1.5, 3.]), buffer=st.sampled_from([Buffer(), Buffer(), *BUFFERS]), mixed=st.booleans())
-    def begin(self, steps, pps, size, slack, n_eval, hosts, rollouts, every, keep, most, buffer, mixed):
-        algorithm = GRPO(group_size=size) if most is None or size == 1 else GRPO(group_size=size, dynamic_sampling=True, refill_most=most)
+                most=st.sampled_from([None, None, 1., 1.5, 3.]), buffer=st.sampled_from([Buffer(), Buffer(), *BUFFERS]), mixed=st.booleans(), make=st.sampled_from([GRPO, GRPO, ReMax]))
+    def begin(self, steps, pps, size, slack, n_eval, hosts, rollouts, every, keep, most, buffer, mixed, make):
+        algorithm = make(group_size=size)
+        if most is not None and algorithm.members > 1: algorithm = make(group_size=size, dynamic_sampling=True, refill_most=most)
         self.cfg = config(steps=steps, prompts_per_step=pps, max_groups=pps + slack, algorithm=algorithm, eval=Eval(every=every, samples=1 + slack),
                           keep_checkpoints=keep, buffer=buffer, mixture=Mixture(curriculum=Curriculum(window=2)) if mixed else None)
         self.n, self.hosts, self.rollouts = (dict(a=2, b=1) if mixed else 3, n_eval), hosts, {r: r % hosts for r in range(rollouts)}
@@ -110,13 +111,14 @@ class ManagerMachine(RuleBasedStateMachine):
         assert self.manager.ledger.counts() == before
 
     # data
-    @rule(data=st.data(), fate=st.sampled_from(['good', 'good', 'twice', 'differ', 'one_fails', 'all_fail', 'nan']))
+    @rule(data=st.data(), fate=st.sampled_from(['good', 'good', 'twice', 'differ', 'one_fails', 'last_fails', 'all_fail', 'nan']))
     def score(self, data, fate):
         if not self.answers: return
         c = self.answers.pop(data.draw(st.integers(0, len(self.answers) - 1)))
         good = {t: 1. for t in c.trajectories}
         if fate == 'differ': good = {t: float(i) for i, t in enumerate(c.trajectories)}
         if fate == 'one_fails': del good[c.trajectories[0]]
+        if fate == 'last_fails': del good[c.trajectories[-1]] # where there is one, the greedy answer
         if fate == 'all_fail': good = {}
         if fate == 'nan': good[c.trajectories[0]] = float('nan')
         event = ev.GroupScored(c.group, good, {t: 'reward_error' for t in c.trajectories if t not in good}, leases=dict(zip(c.trajectories, c.leases)))

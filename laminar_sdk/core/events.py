@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Recorded', 'encode_record', 'decode_record', 'decode_records', 'Event', 'RolloutJoined', 'RolloutLost', 'WaveStarted',
-           'PullFailed', 'Progress', 'Switched', 'Refused', 'VersionReady', 'RelayLost', 'GroupScored', 'DataLost',
+           'Switched', 'PullFailed', 'Progress', 'Refused', 'VersionReady', 'RelayLost', 'GroupScored', 'DataLost',
            'ActorJoined', 'ActorLost', 'BatchAsked', 'StepTrained', 'CheckpointSaved', 'CheckpointFailed', 'Paused',
            'Resumed', 'StopAsked', 'EvalAsked', 'RepackSet', 'LearningRateSet', 'StalenessSet', 'CheckpointAsked',
            'ScaleAsked', 'DrainAsked', 'Restarted', 'Tick', 'RelayTold', 'RelayJoined', 'RelayGone', 'RelayHeard',
@@ -22,6 +22,7 @@ import msgspec
 class Event(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     "Something that happened, as the recorder keeps it"
 
+# %% ../../nbs/core/03_events.ipynb #02a765bb
 class RolloutJoined(Event, frozen=True):
     "A rollout's engine is up and holds `version`"
     rollout: int
@@ -37,12 +38,20 @@ class RolloutLost(Event, frozen=True):
     rollout: int
     reason: str
 
+# %% ../../nbs/core/03_events.ipynb #48b0cac0
 class WaveStarted(Event, frozen=True):
     "A rollout holds the version of its wave, verified, and generates"
     rollout: int
     wave: int
     version: int
     pull_s: float = 0. # 0 when it held that version already
+
+class Switched(Event, frozen=True):
+    "A rollout has taken a version between two tokens; its requests have gone on"
+    rollout: int
+    wave: int
+    version: int
+    pull_s: float = 0.
 
 class PullFailed(Event, frozen=True):
     "A rollout could not take the version of its wave"
@@ -51,6 +60,7 @@ class PullFailed(Event, frozen=True):
     version: int
     reason: str
 
+# %% ../../nbs/core/03_events.ipynb #ac7ee3a1
 class Progress(Event, frozen=True):
     "What a rollout's accepted reports of one interval said; parallel lists, one entry a trajectory"
     rollout: int
@@ -63,13 +73,6 @@ class Progress(Event, frozen=True):
     waiting: int = 0
     load: int = 0 # tokens of all that it runs, prompts included, as if nothing were shared
     tokens_per_s: float = 0.
-
-class Switched(Event, frozen=True):
-    "A rollout has taken a version between two tokens; its requests have gone on"
-    rollout: int
-    wave: int
-    version: int
-    pull_s: float = 0.
 
 class Refused(Event, frozen=True):
     "A rollout's engine refused a trajectory: nothing was generated, and trying again would not help"
@@ -131,6 +134,7 @@ class StepTrained(Event, frozen=True):
     version: int
     metrics: dict[str, float] = {}
 
+# %% ../../nbs/core/03_events.ipynb #82a116ec
 class CheckpointSaved(Event, frozen=True):
     "A durable checkpoint of `step` exists"
     step: int
@@ -141,7 +145,7 @@ class CheckpointFailed(Event, frozen=True):
     step: int
     error: str = ''
 
-# %% ../../nbs/core/03_events.ipynb #82a116ec
+# %% ../../nbs/core/03_events.ipynb #b3961ee9
 class Paused(Event, frozen=True):
     "No new wave, no actor step; in-flight work finishes"
     now: bool = False # in-flight work is parked in the partial response pool instead
@@ -156,6 +160,7 @@ class StopAsked(Event, frozen=True):
 class EvalAsked(Event, frozen=True):
     "Evaluate the held-out prompts at the newest version"
 
+# %% ../../nbs/core/03_events.ipynb #0063373d
 class RepackSet(Event, frozen=True):
     "Repack is switched on or off, looks more or less often, or has other thresholds"
     on: bool
@@ -174,6 +179,7 @@ class StalenessSet(Event, frozen=True):
 class CheckpointAsked(Event, frozen=True):
     "A durable checkpoint is wanted as soon as the actor is between two steps"
 
+# %% ../../nbs/core/03_events.ipynb #7debf7a6
 class ScaleAsked(Event, frozen=True):
     "So many rollouts are wanted"
     rollouts: int
@@ -183,6 +189,7 @@ class DrainAsked(Event, frozen=True):
     "A rollout is to go: no new work, what it has moves to others of its version, or is finished"
     rollout: int
 
+# %% ../../nbs/core/03_events.ipynb #7ceaaa4e
 class Restarted(Event, frozen=True):
     "The coordinator was built again from ledger and recorder; all rollouts were told to abort"
     held: dict[int, tuple[int, int]] = {} # what the partial response pool still has: lease and tokens by trajectory
@@ -212,6 +219,7 @@ class RelayGone(RelayTold, frozen=True):
     incarnation: int
     reason: str = ''
 
+# %% ../../nbs/core/03_events.ipynb #84434381
 class RelayHeard(RelayTold, frozen=True):
     "A relay lives, and says what it has"
     host: int
@@ -226,6 +234,7 @@ class LinkFailed(RelayTold, frozen=True):
     peer: int # whom it did not reach
     reason: str = ''
 
+# %% ../../nbs/core/03_events.ipynb #35da41bd
 class VersionSealed(RelayTold, frozen=True):
     "The actor has sealed a version in the memory of this host"
     version: int
@@ -236,10 +245,11 @@ class SealGone(RelayTold, frozen=True):
     host: int
     reason: str = ''
 
+# %% ../../nbs/core/03_events.ipynb #9330cef7
 class RelayTick(RelayTold, frozen=True):
     "Time passes; to come several times in each `silent_s`"
 
-# %% ../../nbs/core/03_events.ipynb #84434381
+# %% ../../nbs/core/03_events.ipynb #ed592b96
 class StepDone(Event, frozen=True):
     "One row of the run's table"
     step: int
@@ -259,6 +269,7 @@ class EvalDone(Event, frozen=True):
     pass_se: dict[int, float] = {}
     sets: dict[str, dict[str, float]] = {} # by name of the set, where there are several: n, accuracy, se, pass@k
 
+# %% ../../nbs/core/03_events.ipynb #920534e0
 class PoolSeen(Event, frozen=True):
     "How all rollouts are, about once a second; parallel arrays, packed: thousands of these stay in memory"
     rollout: bytes # int32
@@ -286,6 +297,7 @@ class WorkSeen(Event, frozen=True):
     ended: list[tuple[int, bool, int, int]] = [] # answers that were scored since: version, whether they earned anything, bin, how many
     broadcast: list[tuple[int, int, float, int]] = [] # versions that reached all relays since: version, relays, seconds, bytes over the network
 
+# %% ../../nbs/core/03_events.ipynb #c6a02513
 class Repacked(Event, frozen=True):
     "A repack plan, as it was decided; parallel lists, one entry a move of a whole rollout's tail"
     plan: int
@@ -308,6 +320,7 @@ class RepackDone(Event, frozen=True):
     parked: int # their destination was gone
     tokens: int # that the destinations prefill again, prompts not counted
 
+# %% ../../nbs/core/03_events.ipynb #af2b5a0e
 class Notice(Event, frozen=True):
     "A sentence for the person: a part failed, restarted, was skipped"
     level: str # info | warning | error

@@ -9,6 +9,7 @@ __all__ = ['INSIDE', 'audit']
 from collections import Counter
 from typing import Iterator
 
+from ..core.types import GREEDY
 from .books import KINDS, Books, GroupRow, TrajectoryRow
 
 # %% ../../nbs/scheduling/02_audit.ipynb #93aa13e4
@@ -35,7 +36,7 @@ INSIDE = {'open': ('pending', 'running', 'failed'), 'closed': ('running', 'faile
 def _groups(b: Books) -> Iterator[str]:
     for g in b.groups.values():
         rows = [b.rows[t] for t in b.members[g.id]]
-        if [r.sample_index for r in rows] != list(range(g.size)): yield f'group {g.id} of {g.size} has the samples {[r.sample_index for r in rows]}'
+        if [r.sample_index for r in rows] not in (list(range(g.size)), [*range(g.size - 1), GREEDY]): yield f'group {g.id} of {g.size} has the samples {[r.sample_index for r in rows]}'
         if g.state not in ('open', 'failed') and all(r.state == 'failed' for r in rows): yield f'group {g.id} is {g.state}, but all have failed'
         for r in rows: yield from _member(g, r)
 

@@ -16,6 +16,7 @@ from ..core.events import BatchAsked, StepTrained
 from .buffer import Order, evict
 from .commands import Command, GiveBatch, GiveEarly
 from .evaluation import Evaluations
+from .greedy import samples
 from .ledger import Ledger
 from .schedules import in_time, schedule_for
 
@@ -115,7 +116,7 @@ def issue_version(self: Batches, step: int, incarnation: int) -> int:
 @patch
 def figures(self: Batches, step: int) -> dict[str, Any]: # lists, by trajectory
     "Lengths, rewards, staleness and sources of a step's batch, and how many groups were set aside for it (of older steps: in the ledger file)"
-    row, rows = self.ledger.steps[step], [self.ledger.rows[t] for g in self.ledger.batches[step] for t in self.ledger.living(g)]
+    row, rows = self.ledger.steps[step], samples(self.ledger.rows[t] for g in self.ledger.batches[step] for t in self.ledger.living(g))
     after = self.ledger.staleness(row.newest) # published since it was sampled
     more = dict(sources=[self.source(r.prompt) for r in rows]) if self.source else {}
     if self.config.algorithm.dynamic_sampling: more |= dict(filtered=self.ledger.filtered[step])

@@ -24,7 +24,7 @@ class TrajectoryRow(msgspec.Struct):
     id: int
     group: int
     prompt: int # row of the prompt store of its kind
-    sample_index: int # 0 … group size − 1
+    sample_index: int # 0 … group size − 1; −1: its greedy answer
     kind: str = 'train'
     state: str = 'pending'
     lease: int = 0 # number of its present placement; 0 = never placed

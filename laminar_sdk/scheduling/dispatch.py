@@ -69,7 +69,8 @@ def permits(self: Dispatch,
 def _admit(self: Dispatch) -> list[int]: # its trajectories
     "The next prompt becomes a group"
     position = self.cursor.position
-    group = self.ledger.admit(self.cursor.next(), self.config.algorithm.group_size, position=position)
+    a = self.config.algorithm
+    group = self.ledger.admit(self.cursor.next(), a.group_size, greedy=a.members > a.group_size, position=position)
     self.ledger.set('cursor', self.cursor.kept)
     return self.ledger.members[group]
 
@@ -96,7 +97,7 @@ def _train_seats(self: Dispatch, r: Rollout,
     "What a rollout generates for the actor next"
     if old := self._reachable(r): return old
     if (version := self._version(r, s)) is None: return None, []
-    permits, size, fresh = self.permits(version), self.config.algorithm.group_size, self._fresh()
+    permits, size, fresh = self.permits(version), self.config.algorithm.members, self._fresh()
     work = sum(map(len, fresh)) + permits * size
     if not work: return None, []
     room, ids = min(self._wave(r, weights, sum(weights.values())), ceil(work * weights[r.id] / free)), []
@@ -111,7 +112,7 @@ def _train_seats(self: Dispatch, r: Rollout,
 @patch
 def _wave(self: Dispatch, r: Rollout, weights: dict[int, float], total: float) -> int: # trajectories
     like_this = r.batch * total / weights[r.id] # B of all, if they were such rollouts as this one
-    return self.schedule.wave(r.batch, r.capacity, like_this, self.config.prompts_per_step * self.config.algorithm.group_size)
+    return self.schedule.wave(r.batch, r.capacity, like_this, self.config.prompts_per_step * self.config.algorithm.members)
 
 @patch
 def _version(self: Dispatch, r: Rollout, s: Situation | None = None) -> int | None:
@@ -176,7 +177,7 @@ def _continue(self: Dispatch, r: Rollout, ids: list[int]) -> Continue:
 @patch
 def _refill(self: Dispatch, weights: dict[int, float]) -> list[Command]:
     "New groups, and what is pending, for rollouts that have room at the version that they would take now"
-    size, more, fresh, s = self.config.algorithm.group_size, defaultdict(list), self._fresh(), self.situation()
+    size, more, fresh, s = self.config.algorithm.members, defaultdict(list), self._fresh(), self.situation()
     if not fresh and not self.permits(): return []
     able = [r for r in self.fleet.rollouts.values() if r.running and r.kind == 'train' and not r.draining and r.newer is None
             and r.version == self._version(r, s)]
@@ -196,7 +197,7 @@ def _refill(self: Dispatch, weights: dict[int, float]) -> list[Command]:
 @patch
 def wanted(self: Dispatch) -> int: # rollouts
     "For how many more rollouts, if they were free, there is work"
-    weights, size = self.fleet.weights(), self.config.algorithm.group_size
+    weights, size = self.fleet.weights(), self.config.algorithm.members
     if not weights: return 0
     todo = self.permits() * size + sum(map(len, self.ledger.waiting.values()))
     total = sum(weights.values())

@@ -11,6 +11,7 @@ from math import floor
 from fastcore.basics import patch
 
 from ..core.config import RunConfig
+from .greedy import samples, unpaired
 from .ledger import Ledger
 
 # %% ../../nbs/scheduling/08b_intake.ipynb #f7544231
@@ -28,21 +29,23 @@ class Intake:
         a, n = self.config.algorithm, self.config.prompts_per_step
         return floor(a.refill_most * n) - n - self.ledger.filtered[self.ledger.next_step] if a.dynamic_sampling else 0
 
-    def rewards(self, group: int) -> list[float]: return [self.ledger.rows[t].reward for t in self.ledger.living(group)]
+    def living(self, group: int) -> list: return [self.ledger.rows[t] for t in self.ledger.living(group)] # its members
 
 # %% ../../nbs/scheduling/08b_intake.ipynb #98157b7e
 @patch
 def lacks(self: Intake, group: int) -> str: # why it is not to be used; empty if it is
     "Whether too many of its members have failed"
-    row, there = self.ledger.groups[group], len(self.ledger.living(group))
-    if row.kind != 'train' or self.config.buffer.groups == 'partial' or there == row.size: return ''
-    return f'incomplete: {row.size - there} of {row.size} failed'
+    row, living = self.ledger.groups[group], self.living(group)
+    if row.kind != 'train' or len(living) == row.size: return ''
+    if self.config.buffer.groups != 'partial': return f'incomplete: {row.size - len(living)} of {row.size} failed'
+    return unpaired(r.sample_index for r in living) if row.size > self.config.algorithm.group_size else ''
 
 # %% ../../nbs/scheduling/08b_intake.ipynb #93537f34
 @patch
 def take(self: Intake, group: int):
     "A group is scored and complete: buffer it, or set it aside"
-    rewards = self.rewards(group)
+    rows = self.living(group)
+    rewards = [r.reward for r in rows]
     self.ledger.complete(group)
-    if self.cursor.saw(self.ledger.groups[group].prompt, rewards): self.ledger.set('cursor', self.cursor.kept)
+    if self.cursor.saw(self.ledger.groups[group].prompt, [r.reward for r in samples(rows)]): self.ledger.set('cursor', self.cursor.kept)
     if self.spare > 0 and min(rewards) == max(rewards): self.ledger.filter_group(group, f'uniform: every reward is {rewards[0]:g}')

@@ -13,6 +13,7 @@ from fastcore.basics import patch
 from ..core.errors import IntegrityError, RunError
 from .audit import audit
 from .books import Books, GroupRow, StepRow, TrajectoryRow, VersionRow
+from .greedy import members, samples
 
 # %% ../../nbs/scheduling/03_ledger.ipynb #16b0ba84
 class Ledger(Books):
@@ -32,13 +33,14 @@ def admit(self: Ledger,
           prompt: int,
           n: int, # samples
           kind: str = 'train',
+          greedy: bool = False, # and one answer that they are compared with
           **fields # of its `GroupRow`
          ) -> int: # the new group
-    "A prompt enters the system as a group of `n` pending trajectories"
-    group = GroupRow(self.take('groups'), prompt, n, kind, **fields)
+    "A prompt enters the system as a group of pending trajectories"
+    group = GroupRow(self.take('groups'), prompt, n + greedy, kind, **fields)
     self.groups[group.id], self.members[group.id] = group, []
     self.enter(group)
-    for i in range(n):
+    for i in members(n, greedy):
         row = TrajectoryRow(self.take('trajectories'), group.id, prompt, i, kind)
         self.rows[row.id] = row
         self.members[group.id].append(row.id)
@@ -245,7 +247,7 @@ def sample(self: Ledger, step: int, incarnation: int, groups: list[int]) -> Step
     self.demand(step == self.trained_step + 1 and step not in self.steps, f'step {step} cannot be sampled: {self.trained_step} steps are trained')
     self.demand(groups and all(g in self.buffer for g in groups), f'step {step}: not all of the groups {groups} are in the buffer')
     ids = [t for g in groups for t in self.living(g)]
-    late = [self.staleness(self.rows[t].version) for t in ids]
+    late = [self.staleness(r.version) for r in samples(self.rows[t] for t in ids)]
     row = StepRow(step, incarnation, 'sampled', -1, self.newest, len(groups), sum(late) / len(late), max(late))
     for g in groups: self.move(self.groups[g], 'sampled', step=step)
     for t in ids: self.move(self.rows[t], 'sampled', step=step)
