@@ -2,9 +2,9 @@
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
 
-import pytest
+import psutil, pytest
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 CONFIG = '''
 model = "{model}"
 [cluster]
@@ -52,7 +52,7 @@ def config(tmp_path_factory):
 
 def laminar(*args, check=0):
     "Run the command; with `--json` what it answers, which is all that the output holds"
-    done = subprocess.run([sys.executable, '-m', 'laminar_sdk.cli', *map(str, args)], capture_output=True, text=True, timeout=150)
+    done = subprocess.run([sys.executable, '-m', 'laminar_sdk.cli', *map(str, args)], capture_output=True, text=True, timeout=300)
     assert done.returncode == check, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads(done.stdout) if '--json' in args else done.stdout + done.stderr
 
@@ -139,10 +139,10 @@ def test_an_interrupted_demo_says_what_was_stopped(laminar_home, tmp_path):
     p = subprocess.Popen([sys.executable, '-m', 'laminar_sdk.cli', 'demo', '--runs', tmp_path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     began = time.monotonic()
     p.stdout.readline()
-    assert 'Ctrl-C ends everything' in p.stdout.readline() and time.monotonic() - began < 5 # on shared cores; alone, half a second
-    while not [*(laminar_home/'clusters').glob('demo-*.json')] and time.monotonic() - began < 20: time.sleep(.05)
+    assert 'Ctrl-C ends everything' in p.stdout.readline() and sum(psutil.Process(p.pid).cpu_times()[:2]) < 3 # s; alone, half a second
+    while not [*(laminar_home/'clusters').glob('demo-*.json')] and time.monotonic() - began < 60: time.sleep(.05)
     p.send_signal(signal.SIGINT)
-    _, said = p.communicate(timeout=60)
+    _, said = p.communicate(timeout=120)
     assert not [*(laminar_home/'clusters').glob('demo-*.json')]
     assert p.returncode == 130 and 'Stopped:' in said and 'Traceback' not in said
 

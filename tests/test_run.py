@@ -138,9 +138,9 @@ def test_kill_9_of_each_in_turn_and_a_relay_that_is_stopped(cluster, model, tmp_
     run, step = start(cluster, model, tmp_path, 'kills', steps=60, engine=dict(step_s=.01), eval=eval), 0
     relay = running(run, 1)['children']['relay/1']['pid']
     os.kill(relay, signal.SIGSTOP) # a stopped process does not die
-    until(lambda: any('relay/1 is left out' in t for t in notices(run.events(max_items=1000))), 30)
+    until(lambda: any('relay/1 is left out' in t for t in notices(run.events(max_items=1000))))
     os.kill(relay, signal.SIGCONT)
-    until(lambda: any('relay/1 is heard again' in t for t in notices(run.events(max_items=1000))), 30)
+    until(lambda: any('relay/1 is heard again' in t for t in notices(run.events(max_items=1000))))
     for victim in VICTIMS:
         s = running(run, step + 2)
         step = s['step']
@@ -161,7 +161,7 @@ def test_a_rollout_whose_relay_is_stopped_pulls_from_a_neighbours(cluster, model
     relay = running(run, 1)['children']['relay/1']['pid']
     rollouts = lambda: run.status()['manager']['rollouts']
     os.kill(relay, signal.SIGSTOP)
-    until(lambda: any('relay/1 is left out' in t for t in notices(run.events(max_items=10_000))), 30)
+    until(lambda: any('relay/1 is left out' in t for t in notices(run.events(max_items=10_000))))
     there, held = next((i, r['version']) for i, r in rollouts().items() if r['host'] == 1)
     until(lambda: there in rollouts() and (rollouts()[there]['version'] or 0) > held + 2, 40)
     run.stop()
@@ -245,10 +245,10 @@ def test_attach_from_another_process_pause_resume_stop(cluster, model, tmp_path)
             "print(r.status()['state'], [x.name for x in Run.list(c)]); r.pause()")
     said = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=100)
     assert "running ['steer']" in said.stdout, said.stdout + said.stderr
-    time.sleep(1)
+    def stands(): return (before := run.status()['step'], time.sleep(1), run.status()['step'] == before)[-1] # what is in flight ends first
+    until(stands)
     before = run.status()['step']
-    time.sleep(1)
-    assert run.status()['step'] == before and run.status()['state'] == 'paused'
+    assert stands() and run.status()['step'] == before and run.status()['state'] == 'paused'
     run.resume()
     running(run, before + 1)
     children = run.status()['children']
@@ -256,7 +256,7 @@ def test_attach_from_another_process_pause_resume_stop(cluster, model, tmp_path)
     refused_by_the_rollout_itself(cluster, model)
     run.stop()
     kept = children.pop('rollout/0')['pid']
-    until(lambda: not any(Path(f"/proc/{c['pid']}").exists() for c in children.values()), 20)
+    until(lambda: not any(Path(f"/proc/{c['pid']}").exists() for c in children.values()))
     from laminar_sdk.shells import names
     assert names('steer/') == [] and Path(f'/proc/{kept}').exists()
     with pytest.raises(MissingError, match='steer'): run.status()
@@ -321,7 +321,7 @@ def interrupt(cluster, model, folder, n, seed):
             for r in Run.list(cluster):
                 if r.name == f'int-{i}': r.stop() # fit had returned: the run is the user's to stop
         finally: timer.cancel()
-        until(lambda: names(f'int-{i}/') == [], 20)
+        until(lambda: names(f'int-{i}/') == [])
     return hit
 
 

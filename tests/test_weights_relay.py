@@ -129,12 +129,12 @@ def test_no_torn_read_at_full_speed(launch):
     readers = [child('reader', relay.socket, 49, seed) for seed in range(3)]
     for r in readers: assert r.stdout.readline() == 'ready\n'
     actor = child('actor', relay.socket, 50)
-    results = [json.loads(r.communicate(timeout=30)[0]) for r in readers]
-    assert actor.wait(10) == 0 and all(r.returncode == 0 for r in readers)
+    results = [json.loads(r.communicate(timeout=60)[0]) for r in readers]
+    assert actor.wait(30) == 0 and all(r.returncode == 0 for r in readers)
     assert all(r['torn'] == 0 and r['seen'] == sorted(r['seen']) for r in results)
     assert sum(len(set(r['seen'])) for r in results) > 10 # they did meet many versions
     with RelayClient(relay.socket) as c:
-        assert within(2, lambda: c.stats()['holders'] == 0)
+        assert within(20, lambda: c.stats()['holders'] == 0)
         assert [v.version for v in c.versions()] == [48, 49] and c.stats()['segments'] <= 3 and c.stats()['failures'] == {}
 
 def test_killed_reader_and_killed_actor_give_back(launch):
@@ -147,7 +147,7 @@ def test_killed_reader_and_killed_actor_give_back(launch):
         c.wait_for(3, timeout_s=5)
         assert [v.version for v in c.versions()] == [0, 2, 3] and c.stats()['holders'] == 1 # read, so not overwritten
         holder.kill(), holder.wait(5)
-        assert within(1, lambda: c.stats()['holders'] == 0) and [v.version for v in c.versions()] == [2, 3]
+        assert within(20, lambda: c.stats()['holders'] == 0) and [v.version for v in c.versions()] == [2, 3]
         holder.stdin.close(), holder.stdout.close()
     actor = child('actor', relay.socket, 10**6)     # a whole life of versions, cut off
     with RelayClient(relay.socket) as c:
@@ -155,7 +155,7 @@ def test_killed_reader_and_killed_actor_give_back(launch):
         actor.kill(), actor.wait(5), actor.stdin.close(), actor.stdout.close()
         write(c, 10**6), c.wait_for(10**6, timeout_s=5)
         with c.pull() as p: p.verify(); assert whole(p)
-        assert within(1, lambda: c.stats()['segments'] <= 4)
+        assert within(20, lambda: c.stats()['segments'] <= 4)
 
 def test_killed_relay(launch):
     "Mappings outlive it, every question ends at once"
@@ -170,24 +170,28 @@ def test_killed_relay(launch):
             except ClusterError: ended.append(time.monotonic())
         t = threading.Thread(target=waits); t.start(); time.sleep(.1)
         relay.kill(); killed = time.monotonic()
-        t.join(5); assert ended[0] - killed < 1
+        t.join(30); assert ended[0] - killed < 10 # and not the minute that it would wait
         np.frombuffer(draft.buffer, np.uint8)[:] = 1 # the actor's memory is still there
         for ask in (c.pull, c.versions, lambda: draft.seal(1), lambda: write(c, 1)):
             with pytest.raises(ClusterError): ask()
-        assert time.monotonic() - killed < 2 and whole(mine)
-        assert holder.communicate('', timeout=5)[0] == 'intact\n'
+        assert time.monotonic() - killed < 20 and whole(mine)
+        assert holder.communicate('', timeout=30)[0] == 'intact\n'
 
 def test_stopped_relay_does_not_hang_its_clients(launch):
     relay = launch()
     c = RelayClient(relay.socket, timeout_s=.3)
-    write(c, 0), c.wait_for(0, timeout_s=5)
+    with RelayClient(relay.socket) as patient: write(patient, 0), patient.wait_for(0, timeout_s=20)
     relay.kill(signal.SIGSTOP)
     start = time.monotonic()
     for ask in (c.pull, lambda: c.wait_for(1, timeout_s=.2)):
         with pytest.raises(ClusterError, match='did not answer'): ask()
     assert time.monotonic() - start < 5
     relay.kill(signal.SIGCONT)
-    with c.pull() as p: assert whole(p) # it is well again, on a new connection
+    def well():
+        try:
+            with c.pull() as p: return whole(p)
+        except ClusterError: return False # a third of a second is little on a busy machine
+    assert within(20, well) # on a new connection
 
 def test_two_hosts_bit_equal_and_strangers_get_nothing(launch):
     b = launch('b')
@@ -205,7 +209,7 @@ def test_two_hosts_bit_equal_and_strangers_get_nothing(launch):
                     except OSError: continue # it hung up on us
         with pytest.raises((ClusterError, OSError)): Tcp(secrets.token_bytes(32), LIMITS).connect(b.address)
         with pytest.raises(ClusterError, match='no relay of this version'): _listen_as_stranger(launch.secret)
-        assert within(2, lambda: cb.stats()['failures'].get('stranger', 0) == 21)
+        assert within(20, lambda: cb.stats()['failures'].get('stranger', 0) == 21)
         assert cb.stats()['segments_made'] == made and rss_kb(b.p.pid) - before < 4000
         write(ca, 10)
         assert cb.wait_for(10, timeout_s=10) == 10 # and the run goes on
@@ -220,7 +224,7 @@ def test_stranger_that_says_nothing_does_not_keep_peers_out(home):
     with relays(home, 2) as (a, b), RelayClient(a.socket_path) as c:
         silent = [socket.create_connection(b.address) for _ in range(LIMITS.strangers + 8)]
         write(c, 0)
-        assert b.shelf.wait(0, 10) == 0 # their second is over, ours comes through
+        assert b.shelf.wait(0, 30) == 0 # their second is over, ours comes through
         for s in silent: s.close()
 
 class Faulty(Tcp):
@@ -246,10 +250,11 @@ def test_flipped_bit_is_never_visible(home):
     try:
         with RelayClient(a.socket_path) as ca, RelayClient(b.socket_path) as cb:
             net.harm = flip
-            write(ca, 0), time.sleep(.5)
+            write(ca, 0)
+            assert within(20, lambda: sum('checksum' in f.reason for f in failed) == 6) and not within(.2, lambda: shown)
             assert shown == [] and cb.versions() == [] # three times bad: given up
             write(ca, 1)
-            assert cb.wait_for(1, timeout_s=5) == 1 and within(1, lambda: shown == [1])
+            assert cb.wait_for(1, timeout_s=20) == 1 and within(20, lambda: shown == [1])
             with ca.pull(1) as pa, cb.pull(1) as pb: assert pa.buffer == pb.buffer
             bad = [f for f in failed if 'checksum' in f.reason]
             assert len(bad) == 6 and {f.what for f in bad} == {'push', 'receive'} and all("tensor 'layer" in f.reason for f in bad)
@@ -267,7 +272,7 @@ def test_silent_link_ends_the_transfer_and_the_next_try_succeeds(home):
     a.set_peers([b.address])
     try:
         with RelayClient(a.socket_path) as c: write(c, 0)
-        assert b.shelf.wait(0, 8) == 0 and b.stats()['failures']['receive'] == 1
+        assert b.shelf.wait(0, 30) == 0 and b.stats()['failures']['receive'] == 1
         verify(b.shelf.open().bytes, b.versions()[0])
     finally: a.stop(), b.stop()
 
@@ -280,7 +285,7 @@ def test_middle_of_the_chain_is_killed_during_a_broadcast(launch, home):
         write(c, 0, big), ct.wait_for(0, timeout_s=20)
         with RelayClient(middle.socket) as cm:
             write(c, 1, big)
-            assert within(5, lambda: cm.stats()['segments'] > 1)
+            assert within(20, lambda: cm.stats()['segments'] > 1)
             middle.kill()
         head.set_peers([tail.address])
         write(c, 2, big)
@@ -294,10 +299,10 @@ def test_version_numbers_only_go_up(home):
         for v in (5, 4, 0):
             with pytest.raises(ConfigError, match='only go up'): write(ca, v)
         write(cb, 7), write(ca, 6), cb.wait_for(7, timeout_s=5)           # another actor was faster on b
-        assert within(2, lambda: a.links[b.address].has == 7)             # a has learned it; 6 was not accepted
+        assert within(20, lambda: a.links[b.address].has == 7)             # a has learned it; 6 was not accepted
         assert [m.version for m in b.versions()] == [5, 7]
         a.pin(5), write(ca, 8), write(ca, 9), ca.wait_for(9, timeout_s=5)
-        assert within(2, lambda: [m.version for m in a.versions()] == [5, 8, 9]) # the link has let go of 6
+        assert within(20, lambda: [m.version for m in a.versions()] == [5, 8, 9]) # the link has let go of 6
         a.unpin(5); assert [m.version for m in a.versions()] == [8, 9]
         with pytest.raises(LaminarError, match='not on this host'): a.pin(5)
 
@@ -312,10 +317,10 @@ def test_no_space(home, monkeypatch):
         monkeypatch.setattr(segments, 'free_memory', lambda: 10*MB)      # from here on the host is full
         b.shelf.pool._close(b.shelf.pool.free)
         draft.seal(1)
-        assert within(3, lambda: any(f.what == 'push' and 'no space in shared memory: 8.0 MB needed, 10.0 MB' in f.reason for f in failed))
+        assert within(20, lambda: any(f.what == 'push' and 'no space in shared memory: 8.0 MB needed, 10.0 MB' in f.reason for f in failed))
         assert b.versions()[-1].version == 0 and b.shelf.pool.made == made
         monkeypatch.undo()
-        assert b.shelf.wait(1, 5) == 1                                   # and again, when there is room
+        assert b.shelf.wait(1, 20) == 1                                  # and again, when there is room
     with relays(home, 1, max_bytes=MB) as (a,), RelayClient(a.socket_path) as c:
         with pytest.raises(ResourceError, match='max_bytes'): c.begin(LAYOUT)
 
@@ -355,7 +360,7 @@ def test_many_threads_share_a_client(home):
         for v in range(1, 60): write(c, v)
         done.set()
         for t in threads: t.join(10)
-        assert not errors and within(1, lambda: c.stats()['holders'] == 0)
+        assert not errors and within(20, lambda: c.stats()['holders'] == 0)
 
 def test_interrupted_question_keeps_what_is_held(home):
     "An interrupted cell breaks a connection off; a tensor in use is still not overwritten"
@@ -368,6 +373,6 @@ def test_interrupted_question_keeps_what_is_held(home):
         c.wait_for(5, timeout_s=5)
         assert whole(held) and 0 in [v.version for v in c.versions()]
         held.release()
-        assert within(2, lambda: [v.version for v in c.versions()] == [4, 5] and c.stats()['holders'] == 0)
+        assert within(20, lambda: [v.version for v in c.versions()] == [4, 5] and c.stats()['holders'] == 0)
 
 if __name__ == '__main__': globals()[f'child_{sys.argv[1]}'](*sys.argv[2:])
