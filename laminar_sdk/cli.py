@@ -271,10 +271,11 @@ def bench_control(rollouts: str = typer.Option('64,512', help='Of each row.'), r
 @bench.command('accuracy')
 def bench_accuracy(schedules: str = typer.Option('sync,laminar,partial,inflight', help='The others are divided by the first.'), seeds: str = typer.Option('0,1,2,3,4', help='A run of each schedule for each.'),
                    steps: int = typer.Option(40, min=4), every: int = typer.Option(4, min=1, help='Steps between evaluations.'), prompts: int = typer.Option(256, min=16, max=512, help='Of an evaluation.'),
-                   uncorrected: bool = typer.Option(False, '--uncorrected', help='Also each of the others without correction for staleness.'), as_json: bool = JSON):
+                   uncorrected: bool = typer.Option(False, '--uncorrected', help='Also each of the others without correction for staleness.'),
+                   out: Optional[str] = typer.Option(None, help='Folder for what each run came to; runs that are there already are not made again.'), as_json: bool = JSON):
     "Trajectories that each schedule needs for the same held-out accuracy: real runs of the demo, about a minute and a half each."
     from laminar_sdk import bench_accuracy as b
-    _found(b.bench_accuracy(b.Study(tuple(schedules.split(',')), numbers(seeds), steps, every, prompts, uncorrected)), b.told, as_json)
+    _found(b.bench_accuracy(b.Study(tuple(schedules.split(',')), numbers(seeds), steps, every, prompts, uncorrected, out=out)), b.told, as_json)
 
 @bench.command('learn')
 def bench_learn(model: str = typer.Option('demo', help='demo or smollm2.'), repeat: int = typer.Option(5, help='Measurements of actor and bare loop, in turns.'),

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .core.config import Repack, Sampling
+from .core.config import Repack, Sampling, sampling_of
 from .core.errors import ConfigError, ResourceError, RunError
 from .shells import actor_name, find, Gone, Peer, Shell
 
@@ -269,7 +269,7 @@ class RolloutShell(Shell):
 
     def _items(self, seats: list[tuple]):
         from laminar_sdk.rollout.reports import Assignment
-        return [Assignment(trajectory=t, lease=lease, prompt_ids=np.asarray(ids, np.int32), sampling=self.sampling[kind], first=first, kind=kind, prompt=prompt,
+        return [Assignment(trajectory=t, lease=lease, prompt_ids=np.asarray(ids, np.int32), sampling=sampling_of(self.sampling[kind], sample), first=first, kind=kind, prompt=prompt,
                            calls=calls, seed=self.seed * 1_000_003 + prompt + 1_000_000_007 * sample if kind == 'eval' else None)
                 for t, lease, ids, kind, prompt, first, calls, sample in seats]
 

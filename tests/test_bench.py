@@ -36,7 +36,7 @@ def inhabited(): # network namespaces in which processes live
     return found
 
 
-def gone(mark, spaces, folder, patience_s=10):
+def gone(mark, spaces, folder, patience_s=30):
     end = time.monotonic() + patience_s
     while time.monotonic() < end and (members(mark) or spaces & inhabited() or folder.exists()): time.sleep(.1)
     return [p.cmdline() for p in members(mark)], spaces & inhabited(), folder.exists()
@@ -44,7 +44,7 @@ def gone(mark, spaces, folder, patience_s=10):
 
 KEYS = {'receivers', 'mb', 'mbit', 'seconds', 'ideal_seconds', 'ratio', 'ray_seconds', 'unicast_seconds', 'bit_equal'}
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(240)
 def test_relay(namespaces):
     found, said = bench('relay', '--hosts', '1,2', '--mb', 4, '--repeat', 1, '--no-ray', '--slow-hop')
     assert 'takes root' in said.splitlines()[0] and 'MB of memory' in said.splitlines()[0] # before anything is started
@@ -56,7 +56,7 @@ def test_relay(namespaces):
     assert [one['receivers'], two['receivers']] == [1, 2] and two['unicast_seconds'] > 1.6*two['ideal_seconds']
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize('sig', [signal.SIGINT, signal.SIGKILL])
 def test_relay_ends_and_nothing_is_left(namespaces, sig):
     p = subprocess.Popen([sys.executable, '-m', 'laminar_sdk.cli', 'bench', 'relay', '--hosts', '2', '--mb', '8', '--mbit', '8', '--no-ray'],
@@ -68,7 +68,7 @@ def test_relay_ends_and_nothing_is_left(namespaces, sig):
         spaces = {os.readlink(f'/proc/{process.pid}/ns/net') for process in there}
         assert len(there) == 4 + 3 + 3 and len(spaces) == 4 # holders, relays, three programs; three hosts and a bridge
         p.send_signal(sig)
-        assert p.wait(15) != 0
+        assert p.wait(60) != 0
         assert gone(folder.name, spaces, folder) == ([], set(), False)
     finally: p.kill(), p.wait(), p.stderr.close()
 
@@ -85,7 +85,7 @@ def test_errors_are_for_people(monkeypatch, namespaces):
     with pytest.raises(ResourceError, match='Operation not permitted.*\n.*SYS_ADMIN'): require()
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(240)
 def test_delta():
     found, said = bench('delta', '--lr', '1e-6,1e-4', '--steps', 3, '--prompts', 2)
     small, large = found['rows']
@@ -97,7 +97,7 @@ def test_delta():
 
 LEARN = {'actor_tokens_per_s', 'bare_tokens_per_s', 'ratio', 'padding_waste', 'logprob_gap_max', 'logprob_gap_mean', 'ranks_equal'}
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(240)
 def test_learn():
     found, said = bench('learn', '--no-engine', '--no-ranks', '--repeat', 2)
     assert found.keys() >= LEARN and found['ratio'] > .7 and found['padding_waste'] <= .05 and found['ranks_equal'] is None and 'learn 2/2' in said
@@ -116,7 +116,7 @@ def test_learn_in_full(figures):
 ROW = {'schedule', 'repack', 'gen_tokens_per_s', 'train_tokens_per_s', 'kv_mean', 'staleness_mean', 'staleness_max', 'moves', 'released', 'bubble_fraction',
        'in_flight_mean', 'pull_wait_s', 'reprefill_tokens', 'interval', 'cap', 'rollouts'}
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(360)
 def test_schedules():
     found, said = bench('schedules', '--quick', '--schedules', 'laminar,one_step,partial')
     rows = found['rows']
@@ -128,7 +128,7 @@ def test_schedules():
     assert 'huge' in found['error'] and 'wide, narrow' in found['remedy']
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(360)
 def test_schedules_emulated():
     "Real workers, relay, journal: the same table, and every row says what it is"
     found, said = bench('schedules', '--quick', '--world', 'emulated', '--schedules', 'laminar,sync,stream', '--steps', 5)
@@ -139,7 +139,7 @@ def test_schedules_emulated():
     assert [(r['schedule'], r['ratio'] > 1) for r in found['ratios']] == [('sync', True), ('stream', True)]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(360)
 def test_repack():
     found, _ = bench('repack', '--rollouts', 8, '--trajectories', 256, '--steps', 6, '--seeds', '0')
     on, off = found['rows']

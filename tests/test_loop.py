@@ -1,5 +1,5 @@
 "The SDK's own event loop under signals, threads and forks"
-import asyncio, os, signal, subprocess, sys, textwrap, threading, time
+import asyncio, os, signal, subprocess, sys, textwrap, threading
 from concurrent.futures import CancelledError
 import pytest
 from laminar_sdk import loop
@@ -27,24 +27,25 @@ def test_ctrl_c_cancels_the_call_cleans_up_and_propagates():
 
 
 def test_leaving_a_wait_leaves_the_work():
-    handle = loop.Handle(asyncio.sleep(.3, 'done'))
+    handle = loop.Handle(asyncio.sleep(1.5, 'done'))
     async def impatient(): await asyncio.wait_for(handle, .05)
     with pytest.raises(TimeoutError): asyncio.run(impatient())
     with pytest.raises(TimeoutError): handle.wait(.05)
-    assert handle.wait(5) == 'done'
+    assert handle.wait(20) == 'done'
 
 
 def test_wait_after_cancel_returns_when_it_is_really_over():
-    given_back = threading.Event()
+    begun, given_back = threading.Event(), threading.Event()
     async def lease():
+        begun.set()
         try: await asyncio.sleep(60)
         finally:
             await asyncio.sleep(.2)
             given_back.set()
     handle = loop.Handle(lease())
-    time.sleep(.05)
+    assert begun.wait(20)
     handle.cancel()
-    with pytest.raises(CancelledError): handle.wait(5)
+    with pytest.raises(CancelledError): handle.wait(20)
     assert given_back.is_set()
 
 

@@ -46,7 +46,7 @@ def test_one_that_wants_hours_at_once_holds_up_nobody(hours, figures):
         assert [r.event.text for r in news] == ['news'] and news[0].seq == last + 1
         assert [r.seq for r in past[:last]] == list(range(1, last + 1)) and last > 28_000
         figures.update(records=last, seconds=round(took, 2), turns=len(late), heard_ms=round(1000 * heard, 1), loop_late_ms_median=round(1000 * late[len(late) // 2], 1), loop_late_ms_worst=round(1000 * late[-1], 1))
-        assert len(late) > 4 and late[len(late) // 2] < .05 and heard < .5, figures # the loop had its turn all the while
+        assert len(late) > 4 and late[len(late) // 2] < .05 and heard < max(.5, took / 4), figures # the loop had its turn all the while
     asyncio.run(watch())
 
 

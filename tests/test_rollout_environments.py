@@ -102,12 +102,12 @@ def test_one_that_cannot_be_repeated_is_lost_with_its_process():
 
 
 def test_time_limits_and_what_was_printed():
-    class Brief(Counts): timeout_s, reset_timeout_s = .4, 20.
+    class Brief(Counts): timeout_s, reset_timeout_s = 1.5, 20.
     async def story(pool):
         for id in (1, 2): await pool.open(id, {}, 0)
         assert (await pool.step(2, 1, 'print', [])).text == 'print' and 'hello from within' in pool.lines
         hung = await pool.step(1, 1, 'hang', [])
-        assert hung.failed == 'env_timeout' and '0.4 s' in hung.error and pool.reasons == {'env_timeout': 1}
+        assert hung.failed == 'env_timeout' and '1.5 s' in hung.error and pool.reasons == {'env_timeout': 1}
         assert (await pool.step(2, 2, 'on', [])).text == 'print/on'
     with_pool(Brief(), story, workers=1)
 
@@ -190,7 +190,7 @@ asyncio.run(main())'''
     pids = list(map(int, parent.stdout.readline().split()))
     parent.kill()
     parent.wait()
-    until = time.monotonic() + 10
+    until = time.monotonic() + 30
     while any(Path(f'/proc/{p}').exists() and 'Z' not in Path(f'/proc/{p}/stat').read_text().rsplit(')')[1][:3] for p in pids):
         assert time.monotonic() < until
         time.sleep(.05)
@@ -199,12 +199,12 @@ asyncio.run(main())'''
 
 @needs_namespaces
 def test_a_python_tool_in_its_process():
-    env = ToolEnvironment({'python': PythonSandbox(Limits(seconds=2), site=False), 'calc': calculate}, max_chars=200)
+    env = ToolEnvironment({'python': PythonSandbox(Limits(seconds=4), site=False), 'calc': calculate}, max_chars=200)
     async def story(pool):
         for id in range(3): await pool.open(id, {}, 0)
         told = [(await pool.step(0, 1, '<python>print(sum(range(10)))</python>', [])).text, (await pool.step(0, 2, '<calc>3+8</calc>', [])).text,
-                (await pool.step(1, 1, '<python>print("x" * 5000)</python>', [])).text, (await pool.step(2, 1, '<python>while True: pass</python>', [])).text]
-        assert '45' in told[0] and '11' in told[1] and 'left out' in told[2] and 'stopped after 2 s' in told[3]
+                (await pool.step(1, 1, '<python>print("x" * 5000)</python>', [])).text, (await pool.step(2, 1, '<python>import time; time.sleep(99)</python>', [])).text]
+        assert '45' in told[0] and '11' in told[1] and 'left out' in told[2] and 'stopped after 4 s' in told[3]
         kill(pool)
         assert '7' in (await pool.step(0, 3, '<calc>3+4</calc>', [])).text and not pool.reasons
     with_pool(env, story)

@@ -209,9 +209,9 @@ def test_modules_beside_the_notebook(tmp_path, monkeypatch):
 def test_an_import_may_take_longer_than_a_call():
     class Slow:
         def __call__(self, completions): return []
-        def __reduce__(self): return eval, ("__import__('time').sleep(.5) or (lambda completions: [1.] * len(completions))",)
+        def __reduce__(self): return eval, ("__import__('time').sleep(1.5) or (lambda completions: [1.] * len(completions))",)
     async def story(pool):
-        r = await pool.score_one(one(Slow(), timeout_s=.3, name='slow'), GROUP)
+        r = await pool.score_one(one(Slow(), timeout_s=1., name='slow'), GROUP)
         assert r.values == [1.] * 3
         pool.load_timeout_s = .1
         r = await pool.score_one(one(Slow(), name='slower', weight=2.), GROUP) # the other worker has not loaded it
@@ -253,7 +253,7 @@ def test_workers_die_with_their_parent():
     assert len(pids) == 2 and all(map(runs, pids))
     p.kill()
     p.wait()
-    until = time.monotonic() + 10
+    until = time.monotonic() + 30
     while any(map(runs, pids)) and time.monotonic() < until: time.sleep(.01)
     assert not any(map(runs, pids))
 

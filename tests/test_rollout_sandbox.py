@@ -27,7 +27,7 @@ def commands():
         try: yield (p/'cmdline').read_bytes()
         except (FileNotFoundError, ProcessLookupError): continue
 
-def gone(mark: bytes, patience_s=10):
+def gone(mark: bytes, patience_s=30):
     until = time.monotonic() + patience_s
     while any(mark in c for c in commands()):
         if time.monotonic() > until: return False
@@ -66,7 +66,7 @@ def test_the_same_script_says_the_same():
 def test_limits_are_exact():
     assert run('print("x" * 50)', output_bytes=51).ended == '' and run('print("x" * 51)', output_bytes=51).ended == 'output'
     assert len(run('print("x" * 10_000)', output_bytes=100).output) == 100
-    assert run('import time\nprint("early", flush=True)\ntime.sleep(99)', seconds=.5).output == 'early\n'
+    assert run('import time\nprint("early", flush=True)\ntime.sleep(99)', seconds=2).output == 'early\n'
     assert 'MemoryError' in run('x = bytearray(10 << 30)').output and 'MemoryError' in run('x = bytearray(100 << 20)', memory_bytes=90 << 20).output
     assert 'File too large' in run('open("f", "wb").write(bytes(1 << 20)); open("f", "ab").write(bytes(9000))', file_bytes=1 << 20).output
     spin = run('import os\nif os.fork() == 0:\n    while True: ...\nprint(os.waitstatus_to_exitcode(os.wait()[1]))', cpu_seconds=1, seconds=20)

@@ -48,7 +48,7 @@ class Receiver:
 def item(t, lease=1, n=50, prompt=(4, 5), **kw): return Assignment(t, lease, np.array(prompt, np.int32), Sampling(max_tokens=n), **kw)
 def forever(n=900): return lambda prompt, rng: np.full(n, 7)
 
-async def until(condition, timeout_s=10):
+async def until(condition, timeout_s=40):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, 'it did not happen in time'

@@ -122,7 +122,7 @@ button.on_click(lambda _: pathlib.Path('clicked').touch())
     kernel.busy(waiting)
     time.sleep(.5)
     kernel.click(button)
-    until((tmp_path/'clicked').exists, 20) # the kernel answers a button while the cell waits
+    until((tmp_path/'clicked').exists) # the kernel answers a button while the cell waits
     kernel.manager.interrupt_kernel()
     assert kernel.reply(waiting, 20)['ename'] == 'CancelledError' # ipykernel's way
     goes_on(run)
@@ -136,7 +136,7 @@ button.on_click(lambda _: pathlib.Path('clicked').touch())
     until(lambda: kernel.value("view.controls.n.value") == 2) # the fields say what is
     for name, state in (('Pause', 'paused'), ('Resume', 'running')): # as the browser clicks: the effect is on the run
         kernel.click(kernel.value(f"view.controls.buttons['{name}'].model_id"))
-        until(lambda: run.status()['state'] == state, 20)
+        until(lambda: run.status()['state'] == state)
     kernel.run('view.controls.n.value = 3')
     kernel.click(kernel.value('view.controls.scale.model_id'))
     until(lambda: len(run.status()['manager']['rollouts']) == 3)
@@ -185,7 +185,7 @@ def test_all_cells_twice(cluster, model, tmp_path, kernel):
     kernel.manager.interrupt_kernel()
     kernel.reply(waiting, 20)
     kernel.client.shutdown() # the polite way: it waits for every thread that is no daemon
-    until(lambda: not kernel.manager.is_alive(), 20)
+    until(lambda: not kernel.manager.is_alive())
     from laminar_sdk.run import Run
     run = Run.attach(cluster, 'busy')
     goes_on(run)

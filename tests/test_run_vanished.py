@@ -35,8 +35,8 @@ async def awaited(run): return await run
 def is_gone(name, children):
     "Nothing of a run is left, and no process of it"
     from laminar_sdk.shells import names
-    until(lambda: names(f'{name}/') == [], 20)
-    until(lambda: not any(Path(f"/proc/{c['pid']}").exists() for c in children.values()), 20)
+    until(lambda: names(f'{name}/') == [])
+    until(lambda: not any(Path(f"/proc/{c['pid']}").exists() for c in children.values()))
 
 
 def test_its_directory_is_damaged_while_it_is_dead(cluster, model, tmp_path, figures):

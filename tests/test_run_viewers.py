@@ -108,11 +108,11 @@ def test_three_viewers_of_one_run_and_what_becomes_of_each(cluster, model, tmp_p
         assert 0 < deaf.sent <= 4, 'it is told no faster than it takes it'
         stopped.signal(signal.SIGCONT)
         newest = run.events(max_items=100_000)[-1].seq
-        until(lambda: stopped.heard[-1][1] >= newest, 20) # and it has missed nothing
+        until(lambda: stopped.heard[-1][1] >= newest) # and it has missed nothing
         numbers = [seq for _, seq, _ in stopped.heard]
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
         deaf.close()
-    until(lambda: run.status()['waiting'] == 0, 10) # who has gone is not waited for
+    until(lambda: run.status()['waiting'] == 0) # who has gone is not waited for
     assert running(run, run.status()['step'] + 2)['state'] == 'running'
     run.stop()
     assert run.audit() == []

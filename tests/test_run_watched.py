@@ -21,9 +21,9 @@ def test_what_is_set_acts_survives_a_crash_and_is_in_the_report(cluster, model, 
         with pytest.raises(ConfigError): run.set(**wrong)
     run.set(lr=5e-4, max_staleness=2)
     run.pool.repack(False, batch=3, kv_max=.5)
-    until(lambda: steps(run)[-1].metrics['lr'] == 5e-4, 30)
+    until(lambda: steps(run)[-1].metrics['lr'] == 5e-4)
     run.pause()
-    until(lambda: run.status()['state'] == 'paused', 10)
+    until(lambda: run.status()['state'] == 'paused')
     saved = run.checkpoint(timeout_s=60) # the actor waits for its batch, and has time
     assert saved == run.status()['step'] == run.checkpoint()
     assert (Path(run.status()['run_dir'])/'checkpoints'/f'step-{saved:06d}').is_dir()

@@ -425,7 +425,7 @@ def test_the_names_of_the_config_are_those_of_the_catalogue():
     from laminar_sdk.core.config import CLIPS, OPTIONS
     from laminar_sdk.learning.catalogue import ADVANTAGES, AGGREGATIONS, CORRECTIONS, LOSSES
     names = lambda field: set(get_args(Algorithm.model_fields[field].annotation))
-    assert names('advantage') == set(ADVANTAGES) - {'remax'} and names('aggregation') == set(AGGREGATIONS)
+    assert names('advantage') == set(ADVANTAGES) and names('aggregation') == set(AGGREGATIONS)
     assert names('loss') == set(LOSSES) - {'dual_clip'} and set(OPTIONS) == set(CORRECTIONS) - {'interpolated_proximal'}
     assert {c: set(o) for c, o in OPTIONS.items()} == {c: set(CORRECTIONS[c].options) for c in OPTIONS}
     for loss, (low, high) in CLIPS.items(): assert (low, high) == tuple(LOSSES[loss].options[k] for k in ('clip_low', 'clip_high'))

@@ -39,7 +39,7 @@ LANES = r'''
 const PALETTE = ['#0072B2', '#E69F00', '#009E73', '#CC79A7', '#56B4E9', '#D55E00', '#8a8a8a']
 const colour = v => v >= 0 ? PALETTE[v % PALETTE.length] : 'rgba(128,128,128,.25)'
 const esc = x => String(x).replace(/[&<>"']/g, c => `&#${c.charCodeAt(0)};`).replace(/[\u0000-\u0008\u000b-\u001f\u061c\u200b-\u200f\u202a-\u202e\u2060-\u2069]/g, '\ufffd')
-const pc = x => (100 * x).toFixed(1) + '%'
+const pc = x => (100 * x).toFixed(1) + '%', num = x => x.toLocaleString('en')
 function lanes(s, seconds, width) {
   const ids = [...s.lanes.keys()].sort((a, b) => a - b), h = Math.max(9, Math.min(34, 560 / Math.max(1, ids.length))), L = 78, R = 14
   if (!ids.length) return ''
@@ -58,7 +58,7 @@ function lanes(s, seconds, width) {
     out.push(`<text x="${L - 6}" y="${f(y - h / 2 + 4)}" text-anchor="end" font-size="${Math.min(12, h)}">rollout/${id}</text><path d="M${L} ${y}H${width - R}" stroke="currentColor" stroke-opacity=".15"/>`)
     for (let a = 0, i = 1; i <= q.length; i++) if (i == q.length || q[i][1] != q[a][1]) {
       const run = q.slice(a, i + 1), [, v, n, kv] = q[a], line = run.map(p => f(x(p[0])) + ' ' + f(y - Math.min(1, p[3] / top) * (h - 3))).join('L')
-      out.push(`<path class="area" data-rollout="${id}" data-version="${v}" d="M${f(x(run[0][0]))} ${y}L${line}L${f(x(run.at(-1)[0]))} ${y}Z" fill="${colour(v)}" fill-opacity=".8"><title>${v < 0 ? 'no wave' : `version ${v}`}, ${n} trajectories, KV cache ${pc(kv)}</title></path>`)
+      out.push(`<path class="area" data-rollout="${id}" data-version="${v}" d="M${f(x(run[0][0]))} ${y}L${line}L${f(x(run.at(-1)[0]))} ${y}Z" fill="${colour(v)}" fill-opacity=".8" data-why="rollout/${id} from ${run[0][0].toFixed(1)} s: ${v < 0 ? 'no wave' : `version ${v}`}, ${n} trajectories, KV cache ${pc(kv)}"/>`)
       if (i < q.length) out.push(`<path d="M${f(x(q[i][0]))} ${y}v${f(3 - h)}" stroke="currentColor" stroke-opacity=".6" stroke-width=".8"/>`)
       a = i
     }
@@ -67,19 +67,21 @@ function lanes(s, seconds, width) {
     const b = p.dest[k]; if (!row.has(a) || !row.has(b)) return
     const y = row.get(a) - h / 2, z = row.get(b) - h / 2, tip = z < y ? -4 : 4, at = f(x(p.t))
     const why = `plan ${p.plan} at ${p.t.toFixed(1)} s (${p.trigger}): ${p.trajectories[k]} trajectories of version ${p.version[k]} from rollout/${a} (${pc(p.kv_source[k])} full) to rollout/${b} (${pc(p.kv_dest[k])}, then ${pc(p.kv_after[k])})`
-    out.push(`<g class="move" data-plan="${p.plan}" stroke="currentColor" fill="currentColor"><title>${esc(why)}</title><path d="M${at} ${f(y)}V${f(z - tip)}" stroke-width="1.8"/><circle cx="${at}" cy="${f(y)}" r="2.2" stroke="none"/><path d="M${+at - 4} ${f(z - 2 * tip)}L${at} ${f(z)}L${+at + 4} ${f(z - 2 * tip)}Z" stroke="none"/></g>`)
+    out.push(`<g class="move" data-plan="${p.plan}" data-why="${esc(why)}" stroke="currentColor" fill="currentColor"><path d="M${at} ${f(y)}V${f(z)}" stroke-width="9" stroke-opacity="0"/><path d="M${at} ${f(y)}V${f(z - tip)}" stroke-width="1.8"/><circle cx="${at}" cy="${f(y)}" r="2.2" stroke="none"/><path d="M${+at - 4} ${f(z - 2 * tip)}L${at} ${f(z)}L${+at + 4} ${f(z - 2 * tip)}Z" stroke="none"/></g>`)
   })
-  for (const m of s.marks) if (m.t >= first && row.has(m.rollout)) out.push(`<text class="mark" x="${f(x(m.t))}" y="${row.get(m.rollout) - 2}" fill="#D55E00" font-size="${Math.min(13, h)}" text-anchor="middle">✕<title>${esc(m.text)}</title></text>`)
+  for (const m of s.marks) if (m.t >= first && row.has(m.rollout)) out.push(`<text class="mark" x="${f(x(m.t))}" y="${row.get(m.rollout) - 1}" fill="${m.up ? '#009E73' : '#D55E00'}" font-size="${Math.max(11, Math.min(14, h))}" text-anchor="middle" data-why="${esc(`${m.t.toFixed(1)} s: ${m.text}`)}">${m.up ? '▲' : '✕'}</text>`)
   const bottom = 24 + ids.length * h
   for (let k = 0; k < 7; k++) out.push(`<text x="${f(x(first + (last - first) * k / 6))}" y="${bottom + 15}" text-anchor="${k == 6 ? 'end' : 'middle'}" font-size="11">${(first + (last - first) * k / 6).toFixed(0)} s</text>`)
   return `<svg xmlns="http://www.w3.org/2000/svg" width="100%" viewBox="0 0 ${width} ${bottom + 24}" font-family="sans-serif" font-size="12" fill="currentColor"><text x="${L}" y="15" font-weight="bold">rollouts: KV cache (full height ${pc(top)}), colour by weight version</text>${out.join('')}</svg>`
 }
-function repacks(s) {
+function repacks(s, chosen) { // the newest, and the one that was clicked
   if (!s.plans.length) return ''
-  const rows = s.plans.slice(-8).reverse().map(p => { const e = s.done.get(p.plan); return [p.t.toFixed(1) + ' s', p.trigger, p.candidates, p.source.map((a, k) => `${a} → ${p.dest[k]}`).join(', '), p.trajectories.reduce((a, b) => a + b, 0),
-    p.kv_source.map(pc).join(', '), p.kv_dest.map((a, k) => `${pc(a)} → ${pc(p.kv_after[k])}`).join(', '), e ? (e.t - p.t).toFixed(2) + ' s' : 'under way', e ? `${e.tokens} tokens, ${e.ended} had ended` : ''] })
-  const done = [...s.done.values()], sum = k => done.reduce((a, e) => a + e[k], 0), tr = (r, c) => '<tr>' + r.map(v => `<${c}>${esc(v)}</${c}>`).join('') + '</tr>'
-  return `<b>repack</b>: ${s.plans.length} plans, ${sum('moved')} trajectories moved, ${sum('tokens')} tokens prefilled again<table>${tr(['at', 'trigger', 'idle', 'moves', 'trajectories', 'KV source', 'KV destination', 'took', 'prefilled again'], 'th')}${rows.map(r => tr(r, 'td')).join('')}</table>`
+  const shown = s.plans.slice(-8).reverse(), old = s.plans.find(p => p.plan == chosen)
+  if (old && !shown.includes(old)) shown.push(old)
+  const rows = shown.map(p => { const e = s.done.get(p.plan); return [p.t.toFixed(1) + ' s', p.trigger, p.candidates, p.source.map((a, k) => `${a} → ${p.dest[k]}`).join(', '), p.trajectories.reduce((a, b) => a + b, 0),
+    p.kv_source.map(pc).join(', '), p.kv_dest.map((a, k) => `${pc(a)} → ${pc(p.kv_after[k])}`).join(', '), e ? (e.t - p.t).toFixed(2) + ' s' : 'under way', e ? `${num(e.tokens)} tokens, ${e.ended} had ended` : ''] })
+  const done = [...s.done.values()], sum = k => done.reduce((a, e) => a + e[k], 0), tr = (r, c, p) => `<tr${p ? ` data-plan="${p.plan}"` : ''}>` + r.map(v => `<${c}>${esc(v)}</${c}>`).join('') + '</tr>'
+  return `<b>repack</b>: ${s.plans.length} plans, ${num(sum('moved'))} trajectories moved, ${num(sum('tokens'))} tokens prefilled again<table>${tr(['at', 'trigger', 'idle', 'moves', 'trajectories', 'KV source', 'KV destination', 'took', 'prefilled again'], 'th')}${rows.map((r, k) => tr(r, 'td', shown[k])).join('')}</table>`
 }
 '''
 
@@ -112,7 +114,7 @@ const COUNTED = {
       shapes: [line(p50), line(p90), line(p99), {type: 'rect', x0: p90 + 1, x1: Math.max(...Object.keys(all).map(b => middle(+b))) + 2, y0: 0, y1: 1, yref: 'paper', fillcolor: 'rgba(213,94,0,.10)', line: {width: 0}}]} : {}
     const up = t => ({...t, x: t.x.map(v => v + 1)})
     return [[up(bars(good, 'earned', '#009E73')), up(bars(bad, 'earned nothing', '#E69F00')), {type: 'scatter', mode: 'lines', name: 'in flight', x: air.x.map(v => v + 1), y: air.y, line: {shape: 'hvh', color: '#0072B2'}, yaxis: 'y2'}],
-      {...far, barmode: 'stack', xaxis: decades(...ends([all, s.flying])), yaxis2: {overlaying: 'y', side: 'right', showgrid: false, rangemode: 'tozero', automargin: true}}]
+      {...far, barmode: 'stack', xaxis: decades(...ends([all, s.flying])), yaxis2: {title: {text: 'in flight', font: {size: 11, color: '#0072B2'}, standoff: 2}, tickfont: {color: '#0072B2'}, overlaying: 'y', side: 'right', showgrid: false, rangemode: 'tozero', automargin: true}}]
   },
   versions(s) {
     const by = new Map()
@@ -146,10 +148,10 @@ function draw(Plotly, box, s, c) {
   const [all, more] = traces(s, c), data = all.filter(t => t.x.length)
   if (box.hidden = !data.length) return // nothing to show yet
   const dim = 'rgba(128,128,128,.22)', ink = getComputedStyle(box).color
-  const axis = o => ({gridcolor: dim, zerolinecolor: dim, linecolor: dim, automargin: true, ...o})
+  const axis = o => ({gridcolor: dim, zerolinecolor: dim, linecolor: dim, automargin: true, ...o, title: {standoff: 4, font: {size: 11}, ...o?.title}})
   Plotly.react(box, data, {height: 236, margin: {l: 46, r: 14, t: 44, b: 34}, paper_bgcolor: 'rgba(0,0,0,0)', plot_bgcolor: 'rgba(0,0,0,0)', font: {color: ink, size: 11}, uirevision: 'same', hovermode: 'closest', showlegend: data.length > 1,
     legend: {orientation: 'h', x: 0, y: 1, yanchor: 'bottom', xanchor: 'left', bgcolor: 'rgba(0,0,0,0)', font: {size: 10}}, title: {text: `<b>${c.title}</b>`, x: 0, xref: 'paper', xanchor: 'left', y: .98, yanchor: 'top', font: {size: 12.5}},
-    ...more, xaxis: axis({title: {standoff: 4}, ...more.xaxis}), yaxis: axis(more.yaxis)}, {displayModeBar: false, responsive: true})
+    ...more, xaxis: axis(more.xaxis), yaxis: axis(more.yaxis)}, {displayModeBar: false, responsive: true})
 }
 '''
 
@@ -210,12 +212,31 @@ function initialize(mine, model) {
 }
 function render(mine, model, el) {
   const spec = JSON.parse(model.get('spec')), tabs = spec.tabs, boxes = new Map(), rows = browser(model)
-  let open = tabs[0], seconds = 90, Plotly = window.laminarPlotly?.Plotly, timer = null, drawn = 0, rest = 200
-  const lane = node('div', {className: 'laminar-lanes'}), log = node('div', {className: 'laminar-log'}), grid = node('div', {className: 'laminar-grid'}), said = node('pre', {className: 'laminar-said'})
+  let open = tabs[0], seconds = 90, chosen = null, mouse = null, Plotly = window.laminarPlotly?.Plotly, timer = null, drawn = 0, rest = 200
+  const lane = node('div', {className: 'laminar-lanes'}), log = node('div', {className: 'laminar-log'}), grid = node('div', {className: 'laminar-grid'}), said = node('pre', {className: 'laminar-said'}), tip = node('div', {className: 'laminar-tip', hidden: true})
   const bar = node('div', {className: 'laminar-bar'}, ...tabs.map(t => node('button', {className: 'laminar-tab', onclick: () => { open = t; layout() }}, t)))
   const spans = node('span', {className: 'laminar-spans'}, ...[[90, '90 s'], [600, '10 min'], [null, 'all']].map(([n, t]) => node('button', {className: 'laminar-span', onclick: () => { seconds = n; layout() }}, t)))
-  const root = node('div', {className: 'laminar'}, bar, lane, grid, log, rows.box, said)
+  const root = node('div', {className: 'laminar'}, bar, lane, grid, log, rows.box, said, tip)
   el.replaceChildren(root); bar.append(spans)
+  function point() { // at what is under the mouse, or was clicked
+    const at = mouse && el.getRootNode().elementFromPoint(...mouse)?.closest('[data-plan], [data-why]'), on = at && root.contains(at) ? at : null, plan = on?.dataset.plan ?? chosen
+    for (const e of root.querySelectorAll('[data-plan]')) e.classList.toggle('on', e.dataset.plan == plan)
+    root.classList.toggle('pointing', plan != null)
+    if (tip.hidden = !on?.dataset.why) return
+    const r = root.getBoundingClientRect()
+    tip.textContent = on.dataset.why
+    tip.style.left = Math.max(0, Math.min(mouse[0] - r.left + 12, r.width - 340)) + 'px'; tip.style.top = mouse[1] - r.top + 16 + 'px'
+  }
+  function choose(plan) {
+    chosen = plan == null || plan == chosen ? null : plan
+    if (chosen != null && !lane.querySelector(`[data-plan="${chosen}"]`)) seconds = null
+    layout()
+  }
+  for (const e of [lane, log]) {
+    e.onmousemove = m => { mouse = [m.clientX, m.clientY]; point() }
+    e.onmouseleave = () => { mouse = null; point() }
+    e.onclick = m => choose(m.target.closest('[data-plan]')?.dataset.plan)
+  }
   function layout() {
     for (const b of bar.querySelectorAll('.laminar-tab')) b.classList.toggle('on', b.textContent == open)
     spans.querySelectorAll('button').forEach((b, i) => b.classList.toggle('on', [90, 600, null][i] == seconds))
@@ -226,9 +247,10 @@ function render(mine, model, el) {
   function paint() {
     timer = null
     const s = mine.s, began = performance.now()
-    if (open == tabs[0]) { lane.innerHTML = lanes(s, seconds, Math.max(600, Math.min(1400, root.clientWidth || 960))); log.innerHTML = repacks(s) }
+    if (open == tabs[0]) { lane.innerHTML = lanes(s, seconds, Math.max(600, Math.min(1400, root.clientWidth || 960))); log.innerHTML = repacks(s, chosen); point() }
     said.textContent = s.notices.slice(-5).map(n => `${n.t.toFixed(0).padStart(6)} s  ${n.text.replace(hidden, '\ufffd')}`).join('\n')
     const wanted = [...spec.charts, ...others(s, spec)].filter(c => c.tab == open)
+    grid.classList.toggle('four', wanted.length == 4)
     for (const [id, b] of boxes) if (!wanted.some(c => c.id == id)) { b.hidden = true }
     if (Plotly) for (const c of wanted) {
       let b = boxes.get(c.id)
@@ -251,7 +273,7 @@ export default () => { const mine = {s: fresh(), views: new Set()}; return {init
 SCRIPT = STATE + LANES + CHARTS + ROWS + FRAME
 
 STYLE = '''
-.laminar { max-width: 1400px; font-family: sans-serif; font-size: 13px; color: var(--jp-ui-font-color1, inherit); }
+.laminar { position: relative; max-width: 1400px; font-family: sans-serif; font-size: 13px; color: var(--jp-ui-font-color1, inherit); }
 .laminar [hidden] { display: none !important; }
 .laminar-bar { display: flex; flex-wrap: wrap; gap: 4px; align-items: center; margin: 4px 0; }
 .laminar button, .laminar select, .laminar input { font: inherit; color: inherit; background: transparent; border: 1px solid rgba(128,128,128,.4); border-radius: 4px; padding: 2px 10px; }
@@ -260,9 +282,13 @@ STYLE = '''
 .laminar button.on { background: #0072B2; color: white; border-color: #0072B2; }
 .laminar-spans { margin-left: auto; display: inline-flex; gap: 4px; }
 .laminar-grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 310px), 1fr)); gap: 2px 10px; }
+.laminar-grid.four { grid-template-columns: repeat(auto-fill, minmax(min(100%, max(310px, 34%)), 1fr)); }
 .laminar-chart { min-width: 0; height: 236px; }
-.laminar-log, .laminar-scroll { overflow-x: auto; font-size: 12px; }
-.laminar table { border-collapse: collapse; } .laminar th, .laminar td { text-align: left; padding: 1px 10px 1px 0; white-space: nowrap; }
+.laminar-log, .laminar-scroll { overflow-x: auto; font-size: 12px; } .laminar-log { margin-top: 6px; }
+.laminar-tip { position: absolute; z-index: 10; max-width: 340px; padding: 3px 8px; border: 1px solid rgba(128,128,128,.5); border-radius: 4px; font-size: 12px; pointer-events: none; background: var(--jp-layout-color1, white); overflow-wrap: anywhere; unicode-bidi: isolate; }
+.laminar .move, .laminar tr[data-plan] { cursor: pointer; } .laminar.pointing .move:not(.on) { opacity: .15; } .laminar tr.on { background: rgba(0,114,178,.2); }
+.laminar .mark { paint-order: stroke; stroke: var(--jp-layout-color1, white); stroke-width: 2.5px; stroke-linejoin: round; font-weight: bold; }
+.laminar-page { margin-top: 10px; } .laminar table { border-collapse: collapse; } .laminar th, .laminar td { text-align: left; padding: 1px 10px 1px 0; white-space: nowrap; }
 .laminar-scroll { max-height: 340px; overflow-y: auto; contain: content; }
 .laminar-rows td { max-width: 230px; overflow: hidden; text-overflow: ellipsis; unicode-bidi: isolate; } .laminar-rows tr { cursor: pointer; border-bottom: 1px solid rgba(128,128,128,.2); } .laminar-rows tbody tr:hover { background: rgba(0,114,178,.14); }
 .laminar-said { margin: 4px 0 0; font-size: 11px; white-space: pre-wrap; overflow-wrap: anywhere; background: transparent; color: inherit; max-height: 90px; overflow: auto; contain: content; }

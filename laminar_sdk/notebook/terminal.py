@@ -6,10 +6,11 @@
 __all__ = ['COLUMNS', 'LEGEND', 'header', 'row', 'Follower']
 
 # %% ../../nbs/notebook/00_terminal.ipynb #0e4f1674
-import sys
-from typing import Any
+import re, sys
+from typing import Any, Callable
 
 from ..core import events as ev
+from .waits import Waiting
 
 # %% ../../nbs/notebook/00_terminal.ipynb #5e1c47f9
 COLUMNS = (('step', 'step', '{:>5d}'), ('reward', 'reward', '{:>7.3f}'), ('accuracy', 'held-out', '{:>9.3f}'),
@@ -34,36 +35,28 @@ def row(metrics: dict[str, Any] # of a `StepDone`
 class Follower:
     "Prints a run's observations as they come"
 
-    def __init__(self, name: str, show: bool = True, file=None):
-        self.name, self.show, self.rows, self.status, self.accuracy = name, show, 0, None, None
-        self.file = file or sys.stdout
+    def __init__(self, name: str, show: bool = True, file=None,
+                 ask: Callable[[], list] | None = None # how far the run is, and what it waits for, as `waits.progress` says it
+                ):
+        self.name, self.show, self.rows, self.accuracy = name, show, 0, None
+        self.line = Waiting(name, file=file or sys.stdout, ask=ask)
 
     def __enter__(self):
-        if self.show and self.file.isatty():
-            from rich.console import Console
-            self.status = Console(file=self.file).status(f'{self.name}: starting')
-            self.status.start()
+        if self.show: self.line.__enter__()
         return self
 
-    def __exit__(self, *_):
-        if self.status is not None: self.status.stop()
+    def __exit__(self, *e): self.line.__exit__(*e)
 
     def on(self, record: ev.Record):
         "Print one observation"
         if self.show: getattr(self, f'_on_{type(record.event).__name__}', lambda r, e: None)(record, record.event)
 
-    def print(self, text: str): print(text, file=self.file, flush=True)
-
-    def _live(self, text: str):
-        if self.status is not None:
-            from rich.text import Text
-            self.status.update(Text(text))
+    def print(self, text: str): self.line.say(re.sub('[\x00-\x08\x0b-\x1f\x7f-\x9f]', '�', text))
 
     def _on_StepDone(self, r, e):
         if self.rows % 40 == 0: self.print(header() + ('' if self.rows else f'\n  {LEGEND}'))
         self.rows += 1
         self.print(row(e.metrics | dict(accuracy=self._new(e.metrics.get('accuracy')))))
-        self._live(f'{self.name}: step {e.step} done, {r.t:.0f} s')
 
     def _new(self, accuracy): # an evaluation belongs to one step; the ones after it only remember it
         if accuracy == self.accuracy: return None

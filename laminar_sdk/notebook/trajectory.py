@@ -10,7 +10,7 @@ from html import escape
 from typing import Any, Callable
 import math, re
 
-from ..core.types import Trajectory
+from ..core.types import GREEDY, Trajectory
 
 MOST_TOKENS, MOST_CHARS = 4_000, 20_000 # of one answer and of one prompt, that are shown
 
@@ -32,7 +32,7 @@ def brief(t: Trajectory,
           chars: int = 90) -> dict[str, Any]:
     "One trajectory as a row"
     text = decode or (lambda ids: ' '.join(map(str, ids)))
-    return dict(id=t.id, group=t.group_id, prompt=t.prompt_id, kind=t.kind, version=t.version, tokens=len(t), reward=t.reward, rewards=t.rewards,
+    return dict(id=t.id, group=t.group_id, prompt=t.prompt_id, kind='greedy' if t.sample_index == GREEDY else t.kind, version=t.version, tokens=len(t), reward=t.reward, rewards=t.rewards,
                 finish=t.finish_reason,
                 moves=t.moves, turns=max(1, len(t.turn_spans)), asked=text(t.prompt_ids[-chars:])[-chars:], said=text(t.response_ids[:chars])[:chars])
 

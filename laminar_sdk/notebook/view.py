@@ -15,6 +15,7 @@ import msgspec
 
 from ..core import events as ev
 from .charts import PANELS, TABS, UNDRAWN, Series, thin
+from .lanes import is_mark
 from .script import SCRIPT, STYLE
 
 # %% ../../nbs/notebook/02d_view.ipynb #c8be74d6
@@ -27,7 +28,7 @@ def _done(t: float, e: ev.RepackDone) -> dict: return dict(t=round(t, 2), **msgs
 def _eval(e: ev.EvalDone) -> dict: return dict(step=e.step, accuracy=e.accuracy, n=e.n)
 def _mark(t: float, e: ev.Notice) -> list[dict]:
     i = e.where.partition('/')[2]
-    return [dict(t=t, rollout=int(i), text=e.text[:300])] if e.level != 'info' and e.where.startswith('rollout/') and i.isdigit() else []
+    return [dict(t=t, rollout=int(i), text=e.text[:300]) | (dict(up=True) if e.level == 'info' else {})] if is_mark(e) and i.isdigit() else []
 
 def news(series: Series, records: Iterable[ev.Record]) -> dict[str, Any]:
     "Take records into the series, and say what is new in them"

@@ -15,8 +15,10 @@ from fastcore.basics import patch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from ..core.errors import ConfigError, IntegrityError, LaminarError
+from .adapted import Adapted
 from .proof import prove_load
 from .vllm_relay import check_kernels, check_order, keep_last_words
+from ..weights.adapter import is_adapter
 from ..weights.client import RelayClient
 
 # %% ../../nbs/rollout/01b_vllm_transfer.ipynb #d7a4b574
@@ -40,6 +42,7 @@ class RelayEngine(WeightTransferEngine[RelayInit, RelayUpdate]):
     def __init__(self, config, vllm_config, device, model):
         super().__init__(config, vllm_config, device, model)
         self.report, self.shapes, self.ranks = {}, None, self.parallel_config.tensor_parallel_size
+        self.adapted = Adapted(vllm_config.model_config.model)
         if self.parallel_config.pipeline_parallel_size > 1:
             raise ConfigError('a pipeline parallel engine cannot prove its weights', 'use tensor parallelism')
 
@@ -68,14 +71,28 @@ def _take(self: RelayEngine, update: RelayUpdate) -> dict:
     "Pull, load, prove"
     check_order(self.model)
     with RelayClient(update.socket_path) as relay, relay.pull(update.version) as pulled:
-        m, shapes = pulled.manifest, {t.name: (t.dtype, t.shape) for t in pulled.manifest.layout.tensors}
-        if self.shapes is not None: _check_same(m.version, self.shapes, shapes)
-        self.report['touched'] = True
-        proved = prove_load(self.model.load_weights, dict(self.model.named_parameters(remove_duplicate=False)), pulled.views(), m, self.ranks)
+        m, parameters = pulled.manifest, dict(self.model.named_parameters(remove_duplicate=False))
+        proved, elements = (self._adapter if is_adapter(m.layout) else self._whole)(pulled, parameters)
     check_kernels(self.model)
+    return dict(error='', version=m.version, checksum=m.checksum, nbytes=m.nbytes, proved=proved, elements=elements)
+
+@patch
+def _whole(self: RelayEngine, pulled, parameters) -> tuple[dict, dict]: # elements proved, and of each tensor
+    "A version that has every tensor of the model"
+    shapes = {t.name: (t.dtype, t.shape) for t in pulled.manifest.layout.tensors}
+    if self.shapes is not None: _check_same(pulled.version, self.shapes, shapes)
+    self.report['touched'], self.adapted.holds = True, ''
+    proved = prove_load(self.model.load_weights, parameters, pulled.views(), pulled.manifest, self.ranks)
     self.shapes = shapes
-    return dict(error='', version=m.version, checksum=m.checksum, nbytes=m.nbytes, proved=proved,
-                elements={n: math.prod(s) for n, (_, s) in shapes.items()})
+    return proved, {n: math.prod(s) for n, (_, s) in shapes.items()}
+
+@patch
+def _adapter(self: RelayEngine, pulled, parameters) -> tuple[dict, dict]: # as `_whole`
+    "A version that is added to the model that the engine was started with"
+    adapter = self.adapted.fits(pulled.views(), pulled.version)
+    self.report['touched'] = True
+    proved = self.adapted.load(adapter, pulled.version, self.model.load_weights, parameters, self.ranks)
+    return proved, self.adapted.elements(proved)
 
 def _check_same(version, had, has):
     "Raise unless a version has the tensors of the one before"

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..core.config import GRPO, Algorithm, LoRA, whole_step
 from ..core.errors import ConfigError
 from ..core.types import Trajectory
+from ..learning.baselines import compared
 from ..learning.batching import balanced_microbatches
 from ..learning.losses import log_ratio, token_logprobs
 from ..learning.pace import pace
@@ -66,7 +67,7 @@ class ActorWorker:
         compute = 'float32' if self.device.type == 'cpu' else publish_dtype
         self.critic = self._make_critic(ranks) if algorithm.critic else None
         self.ranks, self.model = ranks, ranks.place(self.policy.model.eval(), self.device, DTYPES[compute])
-        self.masters = Masters(self.model, publish_dtype, compute) if lora is None else low_rank(self.model, lora, algorithm, publish_dtype, compute, seed)
+        self.masters = Masters(self.model, publish_dtype, compute) if lora is None else low_rank(self.policy, self.model, lora, algorithm, publish_dtype, compute, seed)
         self.optimizer = torch.optim.AdamW(self.masters.masters, lr=algorithm.lr, betas=algorithm.betas, weight_decay=algorithm.weight_decay, fused=True)
         self.head, self.share_prompts = ResponseHead(self.model), share_prompts and can_share(self.model) and not ranks.sharded
         self._set_up(algorithm, micro_tokens, max_tokens, steps)
@@ -217,7 +218,8 @@ def step(self: ActorWorker,
          number: int = 0 # of the step, for the evidence
         ) -> dict[str, float]: # the step's figures
     "Learn from one global batch"
-    began, figures = time.perf_counter(), Figures()
+    began, figures, given = time.perf_counter(), Figures(), trajectories
+    trajectories = compared(given)
     self._go_on(trajectories, number, figures)
     batch = self._batch(trajectories)
     parts = self._parts(batch)
@@ -228,7 +230,7 @@ def step(self: ActorWorker,
         if not waits: self._update(batch, rows, figures, first=k == 0)
         if self.critic: figures.tell(self._criticise(batch, rows), add=('critic_updates', 'critic_skipped'))
         batch.fresh_B = [False]*len(trajectories)
-    self._look(figures, number, trajectories)
+    self._look(figures, number, given)
     figures.cuts, figures.real, figures.padded = self.ranks.total(figures.cuts, figures.real, figures.padded)
     before, self.begun = self.begun.seconds if self.begun else 0., None
     return figures.report(batch, self.optimizer.param_groups[0]['lr'], before + time.perf_counter() - began)
@@ -261,7 +263,7 @@ def begin(self: ActorWorker,
          ):
     "Add up gradients of a step whose batch is not complete"
     if not trajectories: return
-    began = time.perf_counter()
+    began, trajectories = time.perf_counter(), compared(trajectories)
     if why := whole_step(self.algorithm): raise ConfigError(f'a step cannot be begun: {why}', 'call step with the whole batch')
     if self.begun and not self.begun.belongs(number, self.version): self._throw_away()
     b = self.begun = self.begun or self._begun(number)
@@ -356,7 +358,7 @@ def published_tensors(self: ActorWorker) -> Iterator[tuple[str, Tensor]]:
 def layout(self: ActorWorker): # a `Layout`
     "Where each tensor lies in the flat image of a version"
     from laminar_sdk.weights.layout import Layout
-    return Layout.of({n: (self.publish_dtype, shape) for n, shape in self.masters.shapes.items()})
+    return Layout.of(self.masters.places)
 
 def publish(self: ActorWorker,
             client: Any, # a `RelayClient` of the relay on this host
@@ -366,7 +368,7 @@ def publish(self: ActorWorker,
     "Copy the present weights into this host's relay"
     part = self.ranks.part(layout := self.layout())
     if part is not None: client.share(layout, part)
-    report = client.publish(version, self.ranks.own(dict(self.published_tensors()), part), step=step, incarnation=incarnation)
+    report = client.publish(version, self.ranks.own(self.masters.sent(), part), step=step, incarnation=incarnation)
     self.version = version
     return report
 

@@ -19,7 +19,8 @@ from .step_batch import Figures, StepBatch
 def contents(trajectories: list[Trajectory]) -> dict[int, dict[int, tuple]]: # group → answer → what it says
     "What gradients of these are made of"
     made = {}
-    for t in trajectories: made.setdefault(t.group_id, {})[t.id] = t.lease, float(t.reward), np.asarray(t.response_ids, np.int32).tobytes()
+    for t in trajectories: # and of what they were compared with
+        made.setdefault(t.group_id, {})[t.id] = t.lease, float(t.reward), np.asarray(t.response_ids, np.int32).tobytes(), t.greedy and t.greedy.reward
     return made
 
 def fits(seen: dict[int, dict[int, tuple]], # contents of what was begun

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FORMAT', 'NAME', 'MANIFEST', 'SPREAD', 'tensors_of', 'Snapshot', 'save', 'begin', 'commit', 'checkpoints', 'prune',
-           'check', 'newest_valid', 'Saved', 'load', 'restore', 'describe', 'save_model', 'export']
+           'check', 'newest_valid', 'Saved', 'load', 'restore', 'describe', 'save_model', 'export', 'export_adapter']
 
 # %% ../../nbs/training/03_checkpoint.ipynb #ca62a777
 import copy, json, os, shutil, time
@@ -19,7 +19,7 @@ from xxhash import xxh3_128, xxh3_64_hexdigest
 
 from ..core.errors import ConfigError, IntegrityError, MissingError
 from .actor import ActorWorker
-from .lora import added
+from .lora import added, same_base, write_adapter
 from .masters import DTYPES
 
 FORMAT, NAME, MANIFEST = 1, 'step-{:06d}', 'manifest.json'
@@ -250,6 +250,7 @@ def load(checkpoint: str | Path,
     masters, optimizer = (Saved(folder, kind, manifest.get('pieces', 1)) for kind in SPREAD)
     _same_model(folder, {n: masters.shape(n) for n in masters.keys()}, worker.masters.kept)
     _same_meaning(folder, manifest, worker)
+    if then := manifest.get('adapts'): same_base(then['base'], then.get('base_sum', ''), worker.masters.adapts(worker.policy)['base_sum'])
     restore(worker, masters, optimizer, Saved(folder, 'rng'), manifest['counters'])
     if worker.critic: worker.critic.restore({kind: {n: s.rows(n) for n in s.keys()} for kind in worker.critic.tensors() for s in [Saved(folder, kind)]})
     return manifest
@@ -313,3 +314,11 @@ def export(checkpoint: str | Path, folder: str | Path # made, if it is not there
     if manifest.get('adapts'): whole = added(whole, **manifest['adapts'])
     _weights(folder, ((n, x.to(dtype)) for n, x in whole.items()))
     return folder
+
+def export_adapter(checkpoint: str | Path, folder: str | Path # made, if it is not there
+                  ) -> Path:
+    "The adapter of a checkpoint alone, as a folder that peft loads"
+    manifest, source = check(checkpoint), Path(checkpoint)
+    if not (of := manifest.get('adapts')): raise ConfigError(f'checkpoint {source.name} has no adapter: the whole model was trained', 'export(checkpoint, folder) writes it')
+    masters = Saved(source, 'masters', manifest.get('pieces', 1))
+    return write_adapter({n: masters.rows(n) for n in masters.keys()}, of['scale'], folder, of['base'])

@@ -39,6 +39,9 @@ class Masters:
 
     @property
     def image(self) -> dict[str, torch.Tensor]: return dict(zip(self.names, self.published)) # what is published, by name
+    def sent(self) -> dict[str, torch.Tensor]: return self.image # what a version consists of, by name
+    @property
+    def places(self) -> dict[str, tuple]: return {n: (str(x.dtype), self.shapes[n]) for n, x in self.image.items()} # dtype and whole shape of what is sent
     @property
     def kept(self) -> dict[str, tuple[int, ...]]: return self.shapes # of the whole masters, by name
     def adapts(self, policy) -> dict | None: return None # what these masters are additions to; they are the model itself

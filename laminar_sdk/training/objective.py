@@ -33,17 +33,18 @@ def step_rewards(a: Algorithm,
     return rewards_B + overlong_penalty(lengths_B, max_tokens, max(round(a.overlong*max_tokens), 1)).to(rewards_B.dtype)
 
 # %% ../../nbs/training/00d_objective.ipynb #a12cd48b
-BY_ROW = 'grpo', 'dr_grpo', 'rloo' # one advantage an answer
+BY_ROW = 'grpo', 'dr_grpo', 'rloo', 'remax' # one advantage an answer
 
 def step_advantages(a: Algorithm,
                     rewards_B: Tensor, # as `step_rewards` gave them
                     group_B: Tensor, # group of each row
                     mask: Tensor, # [B, T] bool, a row's tokens at its left
                     values: Tensor | None = None, # [B, T] the critic's
-                    reference: Tensor | None = None # [B, T] log π − log π_ref, where it is part of the reward
+                    reference: Tensor | None = None, # [B, T] log π − log π_ref, where it is part of the reward
+                    greedy_B: Tensor | None = None # reward of the greedy answer to each row's prompt, as `step_rewards` gave it
                    ) -> Tensor: # [B] or [B, T]
     "Advantages of all rows of a step"
-    data = dict(group_B=group_B, mask=mask, values=values)
+    data = dict(group_B=group_B, mask=mask, values=values) | ({} if greedy_B is None else dict(greedy_B=greedy_B))
     if a.advantage in (*BY_ROW, 'reinforce_pp_baseline'):
         paid = 0. if reference is None else a.kl*kl_estimate(reference, a.kl_estimator).double().sum(1)
         data['rewards_B'] = rewards_B - paid

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..core.config import GRPO, Algorithm
-from ..core.types import Trajectory
+from ..core.types import GREEDY, Trajectory
+from ..learning.baselines import baselines
 from ..learning.batching import balanced_microbatches, collate, row_length
 from ..learning.dapo import uniform_groups
 from .objective import every_row, figures_of, step_advantages, step_rewards, value_targets
@@ -65,6 +66,7 @@ class StepBatch:
     pad_id: int = 0
     algorithm: Algorithm = GRPO()
     version: int | None = None # the newest published one
+    greedy_B: Tensor | None = None # reward of the greedy answer that each row is compared with, as `rewards_B`
 
     def __post_init__(self):
         self.lengths_B = [row_length(t) for t in self.trajectories]
@@ -81,11 +83,12 @@ class StepBatch:
            max_tokens: int | None = None # of an answer
           ) -> 'StepBatch':
         "Rewards, and for each row whether the actor's present version sampled all of it; advantages, where no model is needed for them"
-        rewards = torch.tensor([float('nan') if t.reward is None else t.reward for t in trajectories], dtype=torch.float64)
+        def rewarded(ts):
+            of = torch.tensor([float('nan') if t.reward is None else t.reward for t in ts], dtype=torch.float64)
+            return step_rewards(algorithm, of, torch.tensor([np.count_nonzero(t.loss_mask) for t in ts]), max_tokens)
         fresh = [version is not None and {v for _, v in t.versions} == {version} for t in trajectories]
-        lengths = torch.tensor([np.count_nonzero(t.loss_mask) for t in trajectories])
-        batch = cls(trajectories, step_rewards(algorithm, rewards, lengths, max_tokens), fresh,
-                    [t.sampling.get('temperature', temperature) for t in trajectories], pad_id, algorithm, version)
+        batch = cls(trajectories, rewarded(trajectories), fresh, [t.sampling.get('temperature', temperature) for t in trajectories], pad_id, algorithm, version,
+                    rewarded(baselines(trajectories)) if algorithm.advantage == 'remax' else None)
         if not (algorithm.critic or (algorithm.kl and algorithm.kl_as == 'reward')): batch.judge()
         return batch
 
@@ -106,7 +109,7 @@ def judge(self: StepBatch,
     a, mask = self.algorithm, torch.arange(max(self.counted_B, default=0)) < torch.tensor(self.counted_B)[:, None]
     lay = lambda lists: None if lists is None else _laid(lists, mask)
     values, reference = lay(values), lay(reference)
-    A = step_advantages(a, self.rewards_B, self.group_B, mask, values, reference)
+    A = step_advantages(a, self.rewards_B, self.group_B, mask, values, reference, self.greedy_B)
     if A.ndim == 2: self.by_token, A = _rows_of(A, self.counted_B), A.abs().amax(1) if A.shape[1] else A.new_zeros(len(A))
     self.advantages_B = A
     if values is not None: self.targets = dict(enumerate(_rows_of(value_targets(a, self.rewards_B, mask, values, reference), self.counted_B)))
@@ -204,8 +207,14 @@ class Figures:
                  rows_learned=len(batch.learn()), lr=lr, seconds=seconds, updates=len(self.norms) - self.skipped, skipped=self.skipped,
                  micro_batches=self.cuts, tokens_computed=self.real, tokens_per_s=self.row_tokens/seconds,
                  padding_waste=self.padded/self.real - 1 if self.real else 0., loss=0., grad_norm=0.,
-                 uniform_groups=len(uniform_groups(torch.tensor(rewards), batch.group_B))) | self.more
+                 **self._groups(batch, rewards)) | self.more
         return d | self._of_tokens() if self.parts else d
+
+    def _groups(self, batch, rewards) -> dict[str, float]:
+        "Groups that teach nothing; how the greedy answers did that the others are compared with"
+        if batch.greedy_B is None: return dict(uniform_groups=len(uniform_groups(torch.tensor(rewards), batch.group_B)))
+        greedy = [t.greedy.reward for t in batch.trajectories]
+        return dict(uniform_groups=len(uniform_groups(torch.tensor(rewards + greedy), batch.group_B.repeat(2))), greedy_reward=float(np.mean(greedy)))
 
     def _of_tokens(self):
         sums, tops = (torch.stack(x) for x in zip(*self.parts))

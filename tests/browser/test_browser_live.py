@@ -51,7 +51,7 @@ def test_it_appears_and_moves(page, figures):
     page.until("() => document.querySelectorAll('.laminar-chart:not([hidden]) .main-svg').length >= 4")
     before = page.page.evaluate("() => [document.querySelector('.laminar').dataset.seq, document.querySelector('path.area[data-rollout=\"0\"]').getAttribute('d')]")
     page.until("([seq, d]) => { const r = document.querySelector('.laminar'); return r.dataset.seq > +seq + 3 && r.querySelector('path.area[data-rollout=\"0\"]').getAttribute('d') != d }", arg=before)
-    page.until("() => document.querySelector('g.move title')?.textContent.includes('trajectories of version')")
+    page.until("() => document.querySelector('g.move')?.dataset.why.includes('trajectories of version')")
     page.until("() => document.querySelector('.laminar-log td')")
     for tab, n in (('Learning', 8), ('Lengths and staleness', 4), ('Throughput', 5), ('Overview', 4)):
         page.page.locator(f'button.laminar-tab:text-is("{tab}")').click()
