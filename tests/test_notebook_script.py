@@ -40,10 +40,23 @@ def test_it_draws_what_was_recorded(node):
         console.log(JSON.stringify({same: of(a).map((x, i) => JSON.stringify(x) == JSON.stringify(of(b)[i]) ? null : [i, x.slice(-2), of(b)[i].slice(-2)]).filter(x => x), arrows: svg.split('class="move"').length - 1, areas: svg.split('class="area"').length - 1, empty: c.filter(x => !x[1]).map(x => x[0]),
           ended: of(a)[6].reduce((x, y) => x + y[1], 0), others: others(a, spec).length, q: quantiles({8: 1, 16: 1, 24: 2}, [.5, .99]), svg}))''', told(everything(s)), adds)
     assert got['same'] == [], got['same']
-    assert got['empty'] == [] and got['arrows'] == sum(len(p.source) for _, p in s.lanes.plans) and got['areas'] > 40
+    assert got['empty'] == ['pass'] and got['arrows'] == sum(len(p.source) for _, p in s.lanes.plans) and got['areas'] > 40
     assert got['ended'] == sum(s.ended.values()) and got['others'] > 3 and got['q'] == [3, 7]
     from xml.etree import ElementTree
     ElementTree.fromstring(got['svg'])
+
+
+def test_one_of_k_answers_is_right(node):
+    "A curve for each k, at the steps that were evaluated; figures of steps do not repeat it"
+    s = Series()
+    evals = [ev.EvalDone(i, i, .5, 10, samples=16, pass_at={1: .5, 4: .7 + i/100, 16: .9}) for i in (0, 20, 40)]
+    step = ev.StepDone(20, {'step': 20, 'pass@4': .9, 'greedy_reward': .6, 'odd': 1.})
+    d = told(news(s, [ev.Record('run', i, float(i), 0., e) for i, e in enumerate((*evals, step), 1)]))
+    got = node('''const s = fresh(); take(s, told[0])
+        const drawn = id => traces(s, spec.charts.find(c => c.id == id))[0].filter(t => t.x.length).map(t => [t.name, t.x, t.y])
+        console.log(JSON.stringify({pass: drawn('pass'), reward: drawn('reward'), others: others(s, spec).map(c => c.title)}))''', d)
+    assert got['pass'] == [['pass@1', [0, 20, 40], [.5]*3], ['pass@4', [0, 20, 40], [.7, .9, 1.1]], ['pass@16', [0, 20, 40], [.9]*3]] and got['others'] == ['odd']
+    assert ['of greedy answers', [20], [.6]] in got['reward']
 
 
 def test_a_notice_cannot_be_markup(node):

@@ -15,7 +15,6 @@ import pytest
 from laminar_sdk.core import events as ev
 from test_run_viewers import Viewer, watching
 
-pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 N, BLOCK_S, REST_S, FOURS = 3, 3., 1., int(os.environ.get('LAMINAR_VIEWER_FOURS', 12)) # viewers; a block, a rest after each; times A B B A
 
 
@@ -99,6 +98,24 @@ def verdict(rows: list[dict], made, trained) -> dict:
                 serve_share_of_a_core=[round(x / N, 5) for x in least_squares(of['serve'], gen, learned, seconds, seconds * looked)])
 
 
+@pytest.mark.parametrize('put_in', [0., .02])
+def test_the_estimate_finds_what_was_put_in(put_in):
+    "Forty-eight made-up blocks in which each viewer takes nothing, or two in a hundred"
+    rng, rows = np.random.default_rng(1), []
+    made, trained = (np.array([(t, t + 1., n) for t, n in enumerate(rng.uniform(*many, 250))]) for many in ((1000, 3000), (800, 2400)))
+    for i, looked in enumerate([1, 0, 0, 1] * 12):
+        t, u = 4. * i + 1., 4. * i + 4.
+        took = 4e-4 * within(made, t, u) + 3e-4 * within(trained, t, u) + .2 + rng.normal(0, .03)
+        rows.append(dict(looked=looked, t=t, u=u, seconds=3., work=took, serve=.1 + looked * put_in * N * 4.3 + rng.normal(0, .002), ray=.1))
+    found = verdict(rows, made, trained)['of_the_run']
+    for k in ('all', 'serve'): assert abs(found[k][0] - put_in) < .003 and found[k][1] < .003, (k, found)
+    assert (found['all'][0] - found['all'][1] > .01) == (put_in > .01), found
+
+
+@pytest.mark.ray
+@pytest.mark.engine
+@pytest.mark.long
+@pytest.mark.timeout(600)
 def test_what_three_viewers_take_of_the_demo(cluster, tmp_path, figures):
     from laminar_sdk.demo import arithmetic, start
     from laminar_sdk.core.config import GRPO

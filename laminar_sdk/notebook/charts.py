@@ -92,12 +92,14 @@ def _chart(id: str, tab: int, title: str, *traces: dict, **more) -> dict: return
 
 _lengths = (_trace('p10', 'length_p10', GREY, width=1), _trace('median', 'length_median', BLUE), _trace('p90', 'length_p90', GREY, width=1),
             _trace('p99', 'length_p99', RED))
+_reward = _trace('reward', 'reward', BLUE), _trace('of greedy answers', 'greedy_reward', GREY, dash='dot'), {'name': 'held-out', 'key': 'accuracy', 'from': 'evals', 'style': dict(mode='markers+lines', **_line(ORANGE, dash='dot'), marker=dict(size=8))}
 PANELS = (
-    _chart('reward', 0, TITLES[0], _trace('reward', 'reward', BLUE), {'name': 'held-out', 'key': 'accuracy', 'from': 'evals',
-                                                                      'style': dict(mode='markers+lines', **_line(ORANGE, dash='dot'), marker=dict(size=8))}),
+    _chart('reward', 0, TITLES[0], *_reward),
     _chart('lengths', 0, 'response lengths: finished and in flight', counted='lengths'),
     _chart('stale', 0, TITLES[2], _trace('mean', 'staleness_mean', BLUE), _trace('max', 'staleness_max', RED, shape='hv')),
     _chart('speed', 0, TITLES[3], _trace('generated', 'gen_tokens_per_s', GREEN), _trace('trained', 'tokens_per_s', ORANGE)),
+    _chart('pass', 1, 'pass@k of the held-out prompts', counted='pass'),
+    _chart('rewards', 1, TITLES[0], *_reward), _chart('said', 1, TITLES[1], *_lengths),
     _chart('loss', 1, 'loss', _trace('loss', 'loss', BLUE), free=True), _chart('entropy', 1, 'entropy (nats a token)', _trace('of the sampled tokens', 'entropy_sampled', BLUE), _trace('exact', 'entropy', ORANGE)),
     _chart('kl', 1, 'KL to the policy that generated', _trace('k1', 'kl_k1', BLUE), _trace('k3', 'kl_k3', ORANGE), free=True),
     _chart('gap', 1, 'log-prob gap between actor and engine', _trace('mean', 'logprob_gap_mean', BLUE), _trace('max', 'logprob_gap_max', RED)),
@@ -107,7 +109,7 @@ PANELS = (
     _chart('length', 2, TITLES[1], *_lengths), _chart('versions', 2, 'share at most so long, by version', counted='versions'),
     _chart('staleness', 2, 'staleness at consumption', counted='staleness'),
     _chart('course', 2, 'staleness over the steps (versions)', _trace('mean', 'staleness_mean', BLUE), _trace('max', 'staleness_max', RED, shape='hv')),
-    _chart('lag', 2, 'publish lag (versions behind the newest)', _trace('versions', 5, BLUE, 'work'), x='s'),
+    _chart('lag', 2, 'publish lag (versions behind newest)', _trace('versions', 5, BLUE, 'work'), x='s'),
     _chart('now', 3, 'generated now (tokens/s)', _trace('tokens/s', 4, GREEN, 'work'), x='s'), _chart('trained', 3, 'trained (tokens/s)',
             _trace('tokens/s', 'tokens_per_s', ORANGE)),
     _chart('actor', 3, 'where the actor\'s time goes', _trace('steps', 'seconds', BLUE), _trace('waits for a batch', 'wait_s', ORANGE),

@@ -10,6 +10,7 @@ import threading
 from html import escape
 from typing import Any, Callable
 
+from ..core import events as ev
 from ..core.errors import ConfigError
 
 # %% ../../nbs/notebook/02a_controls.ipynb #4e73a0b1
@@ -19,7 +20,7 @@ class Controls:
     def __init__(self, run: Any # `Run`, or anything with its methods
                 ):
         import ipywidgets as w
-        self.run, self.said, self.threads = run, w.HTML(), []
+        self.run, self.said, self.confirmed, self.threads, self.told = run, w.HTML(), w.HTML(), [], {}
         small = lambda **k: w.Layout(width='auto', **k)
         self.buttons = {name: w.Button(description=name, tooltip=tip, layout=small()) for name, tip in (
             ('Pause', 'No new wave and no step; what is in flight finishes'), ('Pause now', 'What is in flight is parked with its tokens'),
@@ -40,7 +41,7 @@ class Controls:
         self._wire()
         row = lambda *ws: w.HBox(ws, layout=w.Layout(flex_flow='row wrap', align_items='center'))
         self.box = w.VBox([row(*self.buttons.values(), self.n, self.kind, self.scale, self.which, self.drain),
-                           row(self.repack, self.every, self.batch, self.kv_max, self.apply, self.lr, self.stale, self.set), self.said])
+                           row(self.repack, self.every, self.batch, self.kv_max, self.apply, self.lr, self.stale, self.set), row(self.said, self.confirmed)])
 
     def _wire(self):
         run, b = self.run, self.buttons
@@ -61,12 +62,11 @@ class Controls:
     def _set(self):
         "Only what was changed"
         lr, stale = self.lr.value.strip(), self.stale.value.strip()
-        changed = {} if lr == self.had[0] else dict(lr=_number(float, lr, 'learning rate'))
-        if stale != self.had[1]: changed['max_staleness'] = _number(int, stale, 'staleness') if stale else None
+        changed = {} if lr == self.told.get('lr', '') else dict(lr=_number(float, lr, 'learning rate'))
+        if stale != self.told.get('stale', ''): changed['max_staleness'] = _number(int, stale, 'staleness') if stale else None
+        if not changed: raise ConfigError('nothing to set', 'change the learning rate or the staleness first')
         self.run.set(**changed)
-        self.had = lr, stale
-
-    had = '', '' # what the two fields said when they were last in step with the run
+        self.told |= dict(lr=lr, stale=stale)
 
     def _stop(self):
         "A run cannot be un-stopped by a slip of the mouse"
@@ -76,22 +76,32 @@ class Controls:
 
     def show(self, status: dict):
         "What the fields should say, from `run.status()`"
-        m = status.get('manager', {})
-        if r := m.get('repack'):
-            self.repack.value, self.every.value = r['on'], r['every']
-            self.batch.value, self.kv_max.value = r.get('batch') or 0, r.get('kv_max') or 0.
-        if m.get('rollouts'): self.n.value = len(m['rollouts'])
         kinds = list(getattr(self.run.pool, 'kinds', ()))
         if len(kinds) > 1: self.kind.options, self.kind.value, self.kind.layout.display = kinds, kinds[0], None
         self.known(status)
-        if 'lr' in m: self.lr.value, self.stale.value = self.had = f"{m['lr']:g}", '' if m['max_staleness'] is None else str(m['max_staleness'])
 
     def known(self, status: dict):
-        "Which rollouts there are now, for the one that is to drain"
+        "How the run is now: fields that nobody has changed here follow it"
+        m = status.get('manager', {})
+        now = dict(n=len(m['rollouts'])) if 'rollouts' in m else {}
+        if r := m.get('repack'): now |= dict(repack=r['on'], every=r['every'], batch=r.get('batch') or 0, kv_max=r.get('kv_max') or 0.)
+        if 'lr' in m: now |= dict(lr=f"{m['lr']:g}", stale='' if m['max_staleness'] is None else str(m['max_staleness']))
+        for name, value in now.items():
+            field = getattr(self, name)
+            if name not in self.told or field.value == self.told[name] != value: field.value = value
+        self.told |= now
+        self._to_drain(status)
+
+    def _to_drain(self, status: dict):
         now = tuple((f'rollout/{i}', i) for i in status.get('manager', {}).get('rollouts', {}))
         if now == tuple(self.which.options): return
         chosen, self.which.options = self.which.value, now
         self.which.value = chosen if chosen in dict(now).values() else now[0][1] if now else None
+
+    def heard(self, records: list):
+        "What the run says that a user wanted, here or elsewhere"
+        for r in records:
+            if isinstance(e := r.event, ev.Notice) and e.where == 'user': self.confirmed.value = f'<small style="color:#009E73">✓ at {r.t:.0f} s: {escape(e.text)}</small>'
 
     def ask(self, what: str, how: Callable[[], Any]):
         "Do it in a thread; say so before and after"

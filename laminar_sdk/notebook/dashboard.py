@@ -102,6 +102,7 @@ class Dashboard:
     def draw(self, new: list):
         "Show what is new"
         if new: self.view.add(new)
+        if self.controls: self.controls.heard(new)
         self.head.value = self._head()
         self.drawn += 1
 

@@ -13,6 +13,7 @@ from .charts import Series, headline
 from .lanes import repack_log
 from .svg import picture, sparks
 from .view import LiveView, look_up
+from .waits import Waiting
 
 # %% ../../nbs/notebook/02b_replay.ipynb #35be8b5c
 class Replay:
@@ -22,7 +23,7 @@ class Replay:
                  plain: bool | None = None # for pages without our script, as `dashboard(plain=…)`
                 ):
         self.plain = plain
-        self.run, self.records = run, sorted(run.events(), key=lambda r: (r.t, r.seq))
+        with Waiting(f'the past of {run.name!r} is read'): self.run, self.records = run, sorted(run.events(), key=lambda r: (r.t, r.seq))
         self.times = [r.t for r in self.records]
         self.series, self.seen = Series(), 0
         self.box = self.view = None

@@ -124,6 +124,11 @@ const COUNTED = {
       return {type: 'scatter', mode: 'lines', name: v < 0 ? 'older' : `v${v}`, x: b.map(k => middle(k) + 1), y: b.map(k => (sum += m[k]) / n), line: {color: v < 0 ? '#999' : colour(v), width: v < 0 ? 3 : 1.5}} }),
       {xaxis: decades(...ends([...by.values()])), yaxis: {tickformat: '.2~%', range: [0, 1.02]}}]
   },
+  pass(s) {
+    const ks = [...new Set(s.evals.flatMap(e => Object.keys(e).filter(k => k.startsWith('pass@'))))].sort((a, b) => a.slice(5) - b.slice(5))
+    return [ks.map((k, i) => { const q = s.evals.filter(e => e[k] != null); return {type: 'scatter', mode: 'lines+markers', name: k, x: q.map(e => e.step), y: q.map(e => e[k]), line: {color: colour(i)}} }),
+      {xaxis: {title: {text: 'step'}}, yaxis: {tickformat: '.2~%', range: [0, 1.02]}}]
+  },
   staleness(s) {
     const all = []
     for (const m of s.steps) (m.staleness_counts || []).forEach((n, v) => all[v] = (all[v] || 0) + n)
@@ -141,7 +146,7 @@ function traces(s, c) { // what plotly is given for one chart
 }
 function others(s, spec) { // figures that no chart names: nothing that the actor reports stays unseen
   const named = new Set([...spec.charts.flatMap(c => (c.traces || []).map(t => t.key)), ...spec.plain]), more = new Set()
-  for (const m of s.steps.slice(-3)) for (const [k, v] of Object.entries(m)) if (typeof v == 'number' && !named.has(k)) more.add(k)
+  for (const m of s.steps.slice(-3)) for (const [k, v] of Object.entries(m)) if (typeof v == 'number' && !named.has(k) && !k.startsWith('pass@')) more.add(k)
   return [...more].sort().slice(0, 16).map(k => ({id: 'other-' + k, tab: 'Learning', title: k.replace(/[_<>&]/g, ' '), free: true, traces: [{name: k.replace(/[<>&]/g, ' '), key: k, style: {line: {color: '#0072B2'}}}]}))
 }
 function draw(Plotly, box, s, c) {

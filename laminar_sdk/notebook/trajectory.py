@@ -32,7 +32,8 @@ def brief(t: Trajectory,
           chars: int = 90) -> dict[str, Any]:
     "One trajectory as a row"
     text = decode or (lambda ids: ' '.join(map(str, ids)))
-    return dict(id=t.id, group=t.group_id, prompt=t.prompt_id, kind='greedy' if t.sample_index == GREEDY else t.kind, version=t.version, tokens=len(t), reward=t.reward, rewards=t.rewards,
+    kind = 'greedy' if t.sample_index == GREEDY else t.kind # of a training group, the answer that the others are compared with
+    return dict(id=t.id, group=t.group_id, prompt=t.prompt_id, kind=kind, version=t.version, tokens=len(t), reward=t.reward, rewards=t.rewards,
                 finish=t.finish_reason,
                 moves=t.moves, turns=max(1, len(t.turn_spans)), asked=text(t.prompt_ids[-chars:])[-chars:], said=text(t.response_ids[:chars])[:chars])
 
@@ -86,8 +87,9 @@ def page(r: dict # `reading`
     rewards = ', '.join(f'{harmless(k, 60)} {number(v)}' for k, v in r['rewards'].items())
     versions = ', '.join(f'{v} from token {f}' if f else str(v) for f, v in r['versions'])
     where = f'group {r["group"]}, prompt {r["prompt"]}, {r["kind"]}'
-    how = f'{r["tokens"]:,} tokens in {r["turns"]} turns, ended by {harmless(str(r["finish"]), 40)}'
-    facts = f'{where} · reward <b>{number(r["reward"])}</b> ({rewards}) · {how} · weights {versions} · moved {r["moves"]} times'
+    times = lambda n, what: f'{n:,} {what}' + 's' * (n != 1)
+    how = f'{times(r["tokens"], "token")} in {times(r["turns"], "turn")}, ended by {harmless(str(r["finish"]), 40)}'
+    facts = f'{where} · reward <b>{number(r["reward"])}</b> ({rewards}) · {how} · weights {versions} · {times(r["moves"], "move")}'
     own = ''.join(f'<div><small>{harmless(k, 60)}: {harmless(v, 300)}</small></div>' for k, v in r['columns'].items() if k != 'prompt')
     asked = f'<small>asked</small><div style="{_BOX}">{harmless(r["asked"])}{_longer(r)}</div>'
     return (f'<div class="laminar-trajectory" style="max-width:960px"><b>trajectory {r["id"]}</b><div><small>{facts}</small></div>{own}'
@@ -112,7 +114,7 @@ class Readings:
     def __init__(self, rows: list[dict], title: str = ''): self.rows, self.title = rows, title
     def __len__(self): return len(self.rows)
     def __getitem__(self, i): return self.rows[i]
-    def __repr__(self): return '\n'.join([f'{self.title or "trajectories"}: {len(self)}',
+    def __repr__(self): return '\n'.join([f'{self.title or "trajectories"}: {len(self):,} answers',
                                           *(f"  {r['id']}: reward {r['reward']}, {r['tokens']} tokens, {r['finish']}, {r['said'][:50]!r}"
                                             for r in self.rows[:20])])
     def _repr_html_(self):
@@ -120,7 +122,7 @@ class Readings:
         head = ''.join(f'<th style="text-align:left">{c}</th>' for c in COLUMNS)
         body = ''.join('<tr>' + ''.join(f'<td style="text-align:left;unicode-bidi:isolate">{cell(r, c)}</td>' for c in COLUMNS) + '</tr>'
                        for r in self.rows[:100])
-        return f'<b>{harmless(self.title or "trajectories", 200)}</b>: {len(self):,}<table style="font-size:85%"><tr>{head}</tr>{body}</table>'
+        return f'<b>{harmless(self.title or "trajectories", 200)}</b>: {len(self):,} answers<table style="font-size:85%"><tr>{head}</tr>{body}</table>'
 
 # %% ../../nbs/notebook/04_trajectory.ipynb #58efea97
 Trajectory._repr_html_ = lambda self: page(reading(self))

@@ -25,7 +25,9 @@ def _pool(t: float, e: ev.PoolSeen) -> list: # time, and a list for ids, version
     return [round(t, 2), ids, versions, running, [round(k * 10_000) for k in kv]]
 def _plan(t: float, e: ev.Repacked) -> dict: return dict(t=round(t, 2), **msgspec.structs.asdict(e))
 def _done(t: float, e: ev.RepackDone) -> dict: return dict(t=round(t, 2), **msgspec.structs.asdict(e))
-def _eval(e: ev.EvalDone) -> dict: return dict(step=e.step, accuracy=e.accuracy, n=e.n)
+def _eval(e: ev.EvalDone) -> dict:
+    pass_at = e.pass_at.items() if e.samples > 1 else ()
+    return dict(step=e.step, accuracy=e.accuracy, n=e.n, **{f'pass@{k}': round(p, 5) for k, p in pass_at})
 def _mark(t: float, e: ev.Notice) -> list[dict]:
     i = e.where.partition('/')[2]
     return [dict(t=t, rollout=int(i), text=e.text[:300]) | (dict(up=True) if e.level == 'info' else {})] if is_mark(e) and i.isdigit() else []

@@ -50,6 +50,8 @@ def progress(status: dict[str, Any]) -> list[tuple[str, int, int, str]]: # as `w
     "How far a run is, and what it waits for"
     return [('steps', status['step'], status['steps'], status['state']), *waits(status)]
 
+_open = [] # the one that is shown
+
 class Waiting:
     "A bar while a block runs, if it runs for more than a second"
 
@@ -59,9 +61,11 @@ class Waiting:
                 ):
         self.what, self.after_s, self.file, self.done, self.of, self.more = what, after_s, file or sys.stderr, 0, 0, ''
         self.ask, self.every_s, self.rows, self.asked, self.line = ask, every_s, [], 0., None
-        self.over, self.handle, self.thread = threading.Event(), None, None
+        self.over, self.handle, self.thread, self.outer = threading.Event(), None, None, None
 
-    def step(self, done: int, of: int, more: str = ''): self.done, self.of, self.more = done, of, more
+    def step(self, done: int, of: int, more: str = ''):
+        at = self.outer or self
+        at.done, at.of, at.more = done, of, more
 
     def say(self, text: str):
         "A line that stays"
@@ -71,18 +75,29 @@ class Waiting:
 
     def __enter__(self):
         self.began = time.monotonic()
+        if _open: return self._within(_open[-1])
         if (show := self._shows()): self.thread = threading.Thread(target=show, name=f'waiting: {self.what}', daemon=True)
-        if self.thread: self.thread.start()
+        if self.thread:
+            _open.append(self)
+            self.thread.start()
+        return self
+
+    def _within(self, outer):
+        self.outer, self.before = outer, (outer.done, outer.of, outer.more)
+        self.step(0, 0, self.what)
         return self
 
     def __exit__(self, *_):
         self.over.set()
+        if self.outer: self.outer.done, self.outer.of, self.outer.more = self.before
+        if self in _open: _open.remove(self)
         if self.thread: self.thread.join(2.) # it may be asking a run that does not answer
 
 # %% ../../nbs/notebook/02e_waits.ipynb #e25e9a1a
 @patch
 def _shows(self: Waiting): # how, or None
     if self.file.isatty(): return self._terminal
+    if threading.current_thread() is not threading.main_thread(): return None # a button's thread has no cell to show it in
     if 'IPython' not in sys.modules or (shell := sys.modules['IPython'].get_ipython()) is None or not hasattr(shell, 'kernel'): return None
     return self._cell
 
