@@ -159,7 +159,7 @@ def test_the_gradient_is_that_of_the_formula(name, reading):
     loss, critic = expected(whole, made, a)
     params = list(whole.model.parameters())
     want = torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(params, torch.autograd.grad(loss, params, allow_unused=True, retain_graph=True))])
-    if whole.critic: want_critic = torch.cat([g.flatten() for g in torch.autograd.grad(critic, list(whole.critic.named.values()))])
+    if whole.critic: want_critic = torch.cat([g.flatten() for g in torch.autograd.grad(critic, list(whole.critic.model.parameters()))])
     for budget in (16_384, 64):
         w = Spy(a)
         w.budget = budget

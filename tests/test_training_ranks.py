@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-from laminar_sdk.core.config import GRPO
+from laminar_sdk.core.config import GRPO, GSPO, PPO, LoRA
 from laminar_sdk.training.actor import ActorWorker
 from laminar_sdk.training.checkpoint import Snapshot, begin, check, commit, load
-from laminar_sdk.training.equal import LIMITS, ranks_equal, sample
+from laminar_sdk.training.equal import LIMITS, Watched, ranks_equal, sample
 from laminar_sdk.training.policy import random_policy
 from laminar_sdk.training.ranks import Alone, Ranks, listen
 
@@ -72,9 +72,9 @@ def begun(ranks, folder):
     return dict(moved=[m - f for m, f in zip(masters(w), first)], said=[said], early=early, lost=lost)
 
 
-def saved(ranks, folder):
+def saved(ranks, folder, make=worker):
     "All write their pieces"
-    w = worker(ranks)
+    w = make(ranks)
     for s in range(2): w.step(sample(seed=s))
     snapshot = Snapshot()
     t = time.process_time()
@@ -86,19 +86,77 @@ def saved(ranks, folder):
     ranks.total(0)
     if ranks.rank == 0: commit(folder/'step-000002.tmp', snapshot, 2, dict(cursor=7))
     ranks.total(0)
-    back = worker(ranks, seed=9)
+    back = make(ranks, seed=9)
     load(folder/'step-000002', back)
     again = all(torch.equal(a, b) for a, b in zip(masters(w), masters(back)))
     next_ = [x.step(sample(seed=5)) for x in (w, back)]
-    return dict(again=again and next_[0]['loss'] == next_[1]['loss'], moved=masters(w), took=took)
+    return dict(again=again and next_[0]['loss'] == next_[1]['loss'], moved=ours(w), took=took)
 
 
-def resumed(ranks, folder):
+def resumed(ranks, folder, make=worker):
     "From a checkpoint that others wrote"
-    w = worker(ranks, seed=9)
+    w = make(ranks, seed=9)
     step = load(folder/'step-000002', w)['step']
     w.step(sample(seed=5))
-    return dict(step=step, moved=masters(w))
+    return dict(step=step, moved=ours(w))
+
+
+KINDS = dict(critic=dict(algorithm=PPO(group_size=4, kl=.1, kl_as='reward', reference='initial', lr=1e-3, critic_lr=1e-3, grad_clip=1e9)),
+             lora=dict(algorithm=GRPO(group_size=4, kl=.1, reference='initial', lr=1e-3, grad_clip=1e9), lora=LoRA(rank=3)),
+             both=dict(algorithm=PPO(group_size=4, lr=1e-3, critic_lr=1e-3, grad_clip=1e9), lora=LoRA(rank=4)),
+             packed=dict(algorithm=GSPO(group_size=4, entropy=.01, lr=1e-3, grad_clip=1e9, padding_free=True, activation_checkpointing=True)),
+             packed_critic=dict(algorithm=PPO(group_size=4, lr=1e-3, critic_lr=1e-3, grad_clip=1e9, padding_free=True)))
+
+
+def of_kind(kind, ranks, seed=3):
+    "A worker whose critic has an opinion, and whose additions are something"
+    w, noise = Watched(random_policy(seed=3), device='cpu', micro_tokens=64 if ranks.size > 1 else 16_384, ranks=ranks, seed=3, **KINDS[kind]), torch.Generator().manual_seed(7)
+    if w.critic:
+        with torch.no_grad(): w.critic.named['head.weight'].copy_(ranks.rows(.3*torch.randn(w.critic.masters.kept['head.weight'], generator=noise)))
+        w.critic.masters.round_()
+        w.critic._move = lambda: (setattr(w, 'seen_critic', [m.grad.clone() for m in w.critic.named.values()]), type(w.critic)._move(w.critic))
+    for n, m in zip(w.masters.names, w.masters.masters):
+        if n.endswith('lora_B'): m.copy_(ranks.rows(torch.randn(w.masters.kept[n], generator=noise)*.05))
+    w.masters.round_()
+    return w
+
+
+def ours(w, grad=False):
+    "What each rank has of the masters; of what all have, its rows"
+    rows = [w.ranks.rows(m) if n in w.masters.everywhere else m for n, m in zip(w.masters.names, w.seen if grad else w.masters.masters)]
+    critic = [] if not w.critic else w.seen_critic if grad else w.critic.named.values()
+    return [m.clone() for m in [*rows, *critic]]
+
+
+def parity(kind, ranks):
+    "Gradients of an update, weights after five steps of SGD, updates of five steps of AdamW; of policy and critic together"
+    w, sgd, adamw = (of_kind(kind, ranks) for _ in range(3))
+    sgd.optimizer = torch.optim.SGD(sgd.masters.masters, lr=.02)
+    if sgd.critic: sgd.critic.optimizer = torch.optim.SGD(sgd.critic.named.values(), lr=.02)
+    first, said = ours(adamw), numbers(w.step(sample()))
+    for seed in range(5): sgd.step(sample(seed=seed)), adamw.step(sample(seed=seed))
+    return dict(gradients=ours(w, grad=True), sgd=ours(sgd), adamw=[m - f for m, f in zip(ours(adamw), first)], said=said)
+
+
+def parity_critic(ranks, folder): return parity('critic', ranks)
+def parity_lora(ranks, folder): return parity('lora', ranks)
+def parity_both(ranks, folder): return parity('both', ranks)
+def parity_packed(ranks, folder): return parity('packed', ranks)
+def parity_packed_critic(ranks, folder): return parity('packed_critic', ranks)
+PARITY = parity_critic, parity_lora, parity_both, parity_packed, parity_packed_critic
+
+def published(ranks, folder):
+    "The part of an adapter version that each rank sends, and its rows of the model that it computes with"
+    w = of_kind('lora', ranks)
+    w.step(sample())
+    sent, part = w.masters.sent(), ranks.part(w.layout())
+    return dict(moved=[x.clone() for x in (sent if part is None else ranks.own(sent, part)).values()], names=list(sent), made=[x.float().numpy() for x in w.masters.image.values()],
+                image=list(w.masters.image), nbytes=w.layout().nbytes)
+
+
+def both(ranks, seed=3): return of_kind('both', ranks, seed)
+def saved_both(ranks, folder): return saved(ranks, folder, both)
+def resumed_both(ranks, folder): return resumed(ranks, folder, both)
 
 
 def dies(ranks, folder):
@@ -127,7 +185,7 @@ def hangs(ranks, folder):
 
 def moved(what, how):
     "Tensors as arrays, or back: a tensor in a queue is a file of its process, and gone with it"
-    return {k: [how(x) for x in v] if k == 'moved' else v for k, v in what.items()} if isinstance(what, dict) else what
+    return {k: [how(x) for x in v] if k in ('moved', *LIMITS) else v for k, v in what.items()} if isinstance(what, dict) else what
 
 
 def rank_main(rank, size, parallel, jobs, folder, where, said, timeout_s):
@@ -190,6 +248,39 @@ def test_three_ranks_do_what_one_does(tmp_path, parallel, figures):
     assert alone['step'] == 2 and figures['resumed_alone'] < 1e-6
     two = raised(2, 'fsdp' if parallel == 'ddp' else 'ddp', [resumed], tmp_path)['resumed'] # another number, and the other way to share
     assert apart(alone['moved'], whole(two, 'moved', 'fsdp' if parallel == 'ddp' else 'ddp')) < 1e-6
+
+
+def version_of_parts(ranks, parallel):
+    "The parts make an adapter version, and base and version make what the ranks compute with"
+    from laminar_sdk.weights.adapter import merge, unpack
+    first, base = ranks[0], dict(random_policy(seed=3).model.named_parameters())
+    read = unpack(dict(zip(first['names'], (torch.cat(rows) for rows in zip(*(ranks[r]['moved'] for r in sorted(ranks)))))))
+    assert any(read.sums.values()) == (parallel == 'ddp') # of rows there is no sum of the whole
+    for i, n in enumerate(first['image']):
+        rows = [torch.from_numpy(ranks[r]['made'][i]) for r in sorted(ranks)]
+        if n in read.layers: assert torch.equal(merge(base[n].detach(), *read.layers[n], read.about.scale, torch.empty(base[n].shape, dtype=torch.bfloat16)).float(), rows[0] if parallel == 'ddp' else torch.cat(rows))
+
+
+@pytest.mark.parametrize('parallel', ['ddp', 'fsdp'])
+def test_critic_additions_and_rows_end_to_end_learn_as_one_does(tmp_path, parallel, figures):
+    out = raised(2, parallel, [*PARITY, published, saved_both], tmp_path)
+    for job in PARITY:
+        one, ranks = job(Alone(), tmp_path), out[job.__name__]
+        apart_by = {k: apart(one[k], whole(ranks, k, parallel)) for k in LIMITS}
+        figures[job.__name__] = apart_by
+        assert all(apart_by[k] <= LIMITS[k] for k in LIMITS), (job.__name__, apart_by)
+        for r in ranks.values(): assert all(one['said'][k] == pytest.approx(r['said'][k], rel=1e-3, abs=1e-6) for k in one['said']), (job.__name__, one['said'], r['said'])
+        if parallel == 'ddp': assert all(torch.equal(x, y) for k in LIMITS for x, y in zip(ranks[0][k], ranks[1][k]))
+    version_of_parts(out['published'], parallel)
+    assert all(r['again'] for r in out['saved_both'].values())
+    for kind in ('masters', 'critic_optimizer'): assert len([*(tmp_path/'step-000002').glob(f'{kind}*')]) == (1 if parallel == 'ddp' else 2)
+    alone = resumed_both(Alone(), tmp_path)
+    figures['resumed_alone'] = apart(alone['moved'], whole(out['saved_both'], 'moved', parallel))
+    assert alone['step'] == 2 and figures['resumed_alone'] < 1e-6
+    other = 'fsdp' if parallel == 'ddp' else 'ddp'
+    three = raised(3, other, [resumed_both], tmp_path)['resumed_both'] # another number, and the other way to share
+    figures['resumed_by_three'] = apart(alone['moved'], whole(three, 'moved', other))
+    assert figures['resumed_by_three'] < 1e-6
 
 
 @pytest.mark.parametrize('parallel', ['ddp', 'fsdp'])

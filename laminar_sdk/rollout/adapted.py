@@ -6,7 +6,7 @@
 __all__ = ['BATCH', 'folder_of', 'check_fit', 'sums', 'Adapted']
 
 # %% ../../nbs/rollout/01c_adapted.ipynb #76b68ad2
-import itertools, math
+import itertools
 from pathlib import Path
 from typing import Any, Callable, Iterator
 

@@ -29,9 +29,10 @@ from .forward import ResponseHead, can_share
 from .layers import economise
 from .masters import DTYPES, Masters
 from .objective import ALL_SUMS, Objective, Tokens
+from .packed import even, packs, told
 from .pieces import Pieces
 from .policy import Policy, load_policy
-from .lora import low_rank
+from .lora import beginning, low_rank
 from .ranks import Alone
 from .reference import Reference
 from .step_batch import Figures, Rectangle, StepBatch
@@ -65,9 +66,11 @@ class ActorWorker:
         self.accelerator = Accelerator(cpu=device == 'cpu')
         self.device = torch.device(device or self.accelerator.device)
         compute = 'float32' if self.device.type == 'cpu' else publish_dtype
-        self.critic = self._make_critic(ranks) if algorithm.critic else None
-        self.ranks, self.model = ranks, ranks.place(self.policy.model.eval(), self.device, DTYPES[compute])
-        self.masters = Masters(self.model, publish_dtype, compute) if lora is None else low_rank(self.policy, self.model, lora, algorithm, publish_dtype, compute, seed)
+        self.ranks, first = ranks, None if lora is None else beginning(self.policy.model, lora, seed) # while the model is whole
+        self.packed, self.critic = self._make_ready(algorithm, compute)
+        self.model = ranks.place(self.policy.model.eval(), self.device, DTYPES[compute])
+        if lora is None: self.masters = Masters(self.model, publish_dtype, compute)
+        else: self.masters = low_rank(self.policy, self.model, lora, algorithm, first, ranks, publish_dtype, compute)
         self.optimizer = torch.optim.AdamW(self.masters.masters, lr=algorithm.lr, betas=algorithm.betas, weight_decay=algorithm.weight_decay, fused=True)
         self.head, self.share_prompts = ResponseHead(self.model), share_prompts and can_share(self.model) and not ranks.sharded
         self._set_up(algorithm, micro_tokens, max_tokens, steps)
@@ -99,12 +102,13 @@ def _set_up(self: ActorWorker, a: Algorithm, micro_tokens, max_tokens, steps):
     self.share_prompts = self.share_prompts and not (a.activation_checkpointing or a.compile) # neither goes with a cache
     self.at, self.splits = (0, 0), 0 # rows and tokens of the micro-batch under way; how often the budget was halved
 
-def _make_critic(self: ActorWorker, ranks) -> Critic:
-    a = self.algorithm
-    if ranks.sharded: raise ConfigError("a critic with parallel='fsdp'", "take parallel='ddp', or an advantage without a critic")
-    return Critic(self.policy.model if a.critic == 'initial' else load_policy(a.critic).model, a, self.device)
+def _make_ready(self: ActorWorker, a: Algorithm, compute: str) -> tuple[bool, Critic | None]:
+    "What is done while models are whole: whether rows go end to end, and a critic that is a copy"
+    models = [self.policy.model] + ([load_policy(a.critic).model] if a.critic not in (None, 'initial') else [])
+    packed = packs(models, a.padding_free, self.device.type == 'cuda', compute != 'float32', a.compile)
+    return packed, Critic(models[-1], a, self.device, self.ranks) if a.critic else None
 
-ActorWorker._set_up, ActorWorker._make_critic = _set_up, _make_critic
+ActorWorker._set_up, ActorWorker._make_ready = _set_up, _make_ready
 
 # %% ../../nbs/training/00_actor.ipynb #5106df76
 def logprobs(self: ActorWorker, x: Rectangle) -> Tensor: # [N]
@@ -114,7 +118,8 @@ def logprobs(self: ActorWorker, x: Rectangle) -> Tensor: # [N]
 def _read(self: ActorWorker, x) -> tuple[Tensor, Tensor | None]:
     "Log-probabilities, and the entropy of each token where the loss wants it"
     cut = self.in_pieces or (len(x.index_N) > self.pieces.rows and not self.pieces.plain)
-    out = self.head(x.input_ids, x.index_N, cut) if x.prefix is None else self.head.proceed(x.prefix, x.slot_B, x.input_ids, x.index_N, cut)
+    if x.prefix is None: out = self.head(x.input_ids, x.index_N, cut, **told(x, self.model))
+    else: out = self.head.proceed(x.prefix, x.slot_B, x.input_ids, x.index_N, cut)
     if cut: return self.pieces(out, x.targets, x.temperature, bool(self.algorithm.entropy))
     return token_logprobs(out, x.targets, x.temperature), None
 
@@ -126,7 +131,7 @@ def _backward(self: ActorWorker,
     "Add one micro-batch to the gradients"
     new, undecided = self._read(x)
     lists = x.lists if undecided is None else x.lists | dict(entropy=undecided)
-    loss, *figures = self.objective(Tokens(x.index_N, x.shape, new=new, engine=x.logprobs, advantages=x.advantages, fresh=x.fresh, **lists), counts, first)
+    loss, *figures = self.objective(Tokens(x.places, x.shape, new=new, engine=x.logprobs, advantages=x.advantages, fresh=x.fresh, **lists), counts, first)
     self.accelerator.backward(loss)
     self.masters.collect()
     return tuple(figures)
@@ -145,16 +150,17 @@ def _rectangles(self: ActorWorker, batch: StepBatch, rows: list[int], figures: F
             yield from self._cut(batch, block.rows, batch.responses_B, self.budget//2, figures, block)
             block.prefix.backward()
 
-def _cut(self: ActorWorker, batch, rows, lengths_B, budget, figures, block=None):
-    cuts = balanced_microbatches([lengths_B[i] for i in rows], budget, OVERHEAD_TOKENS[self.device.type])
+def _cut(self: ActorWorker, batch, rows, lengths_B, budget, figures, block=None, model=None):
+    packed, lengths = self.packed and block is None, [lengths_B[i] for i in rows]
+    cuts = even(lengths, budget) if packed else balanced_microbatches(lengths, budget, OVERHEAD_TOKENS[self.device.type])
     spare = self.ranks.spare(len(cuts)) # agreed on before the first, for each is done together
     for cut in cuts:
         cut = [rows[i] for i in cut]
-        x = batch.rectangle(cut, block)
+        x = batch.rectangle(cut, block, packed)
         figures.computed(x.input_ids, [lengths_B[i] for i in cut])
-        self.at = x.input_ids.shape
+        self.at = len(cut), -(-x.input_ids.numel()//len(cut))
         yield x.to(self.device), cut
-    self.ranks.idle(self.model, spare)
+    self.ranks.idle(self.model if model is None else model, spare)
 
 def _told(self: ActorWorker, batch, rectangles) -> Iterator[Rectangle]:
     "Each with what was computed of its tokens when the step began"
@@ -176,7 +182,7 @@ def _update(self: ActorWorker,
     counts, b = batch.counts(rows), self.begun
     parts = self._add(batch, learn, b.unit if b else counts, figures, first)
     if b: parts = b.whole(counts, self.algorithm.aggregation, self.masters.masters, parts, figures)
-    parts, norm = self.ranks.gather(parts), self.ranks.clip(self.masters.masters, self.algorithm.grad_clip) # of all ranks: they decide alike
+    parts, norm = self.ranks.gather(parts), self.ranks.clip(self.masters.masters, self.algorithm.grad_clip, self.masters.whole) # of all ranks: they decide alike
     good = bool(torch.isfinite(norm)) and all(bool(torch.isfinite(p[0][LOSS])) for p in parts)
     if good: self._optimize()
     self.masters.clear()
@@ -314,16 +320,16 @@ def _judge(self: ActorWorker, batch: StepBatch):
         for name, read in (('proximal', self._recompute), ('reference', self._referred)): lists[name] = self._exchange(batch, read(batch, mine))
         away = {i: log_ratio(x, lists['reference'][i], torch.ones_like(x, dtype=torch.bool)) for i, x in lists['proximal'].items()}
     if self.critic:
-        lists['old_values'] = values = self._exchange(batch, self._recompute(batch, mine, self.critic.values))
+        lists['old_values'] = values = self._exchange(batch, self._recompute(batch, mine, self.critic))
     batch.judge(values, away)
     if self.critic: lists['targets'] = batch.targets
 
 def _recompute(self: ActorWorker, batch, rows, of=None) -> dict[int, Tensor]:
-    "The actor's log-probabilities of each row's response tokens, now; or what `of` makes of a rectangle"
+    "The actor's log-probabilities of each row's response tokens, now; or the values of a critic `of`"
     def work():
         made = {}
-        pairs = self._rectangles(batch, rows, Figures()) if of is None else self._cut(batch, rows, batch.lengths_B, self.budget, Figures())
-        for x, cut in pairs: made |= zip(cut, (of or self.logprobs)(x).split([batch.counted_B[i] for i in cut]))
+        pairs = self._rectangles(batch, rows, Figures()) if of is None else self._whole(batch, rows, of)
+        for x, cut in pairs: made |= zip(cut, (self.logprobs if of is None else of.values)(x).split([batch.counted_B[i] for i in cut]))
         return made
     return fitting(self, work, lambda: None)
 
@@ -345,10 +351,13 @@ def _criticise(self: ActorWorker, batch: StepBatch, rows: list[int]) -> dict[str
     rows, tokens = [i for i in rows if batch.counted_B[i]], batch.counts(rows)['tokens']
     if not tokens: return {}
     mine = self.ranks.deal(batch, rows)
-    def work(): return self.critic.learn(self._told(batch, self._cut(batch, mine, batch.lengths_B, self.budget, Figures())), tokens, self.ranks)
-    return fitting(self, work, self.critic.optimizer.zero_grad)
+    return fitting(self, lambda: self.critic.learn(self._told(batch, self._whole(batch, mine, self.critic)), tokens), self.critic.clear)
 
-ActorWorker._exchange, ActorWorker._criticise = _exchange, _criticise
+def _whole(self: ActorWorker, batch, rows, critic):
+    "Rectangles of whole rows, for a critic"
+    return self._cut(batch, rows, batch.lengths_B, self.budget, Figures(), model=critic.model)
+
+for f in (_exchange, _criticise, _whole): setattr(ActorWorker, f.__name__, f)
 
 # %% ../../nbs/training/00_actor.ipynb #1c34dec6
 def published_tensors(self: ActorWorker) -> Iterator[tuple[str, Tensor]]:

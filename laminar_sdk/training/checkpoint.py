@@ -27,13 +27,13 @@ FORMAT, NAME, MANIFEST = 1, 'step-{:06d}', 'manifest.json'
 # %% ../../nbs/training/03_checkpoint.ipynb #75d38919
 def tensors_of(worker: ActorWorker) -> dict[str, dict[str, Tensor]]: # file → name → tensor
     "All tensors that a worker's future depends on"
-    m, state = worker.masters, worker.optimizer.state
+    m, state, rows = worker.masters, worker.optimizer.state, lambda n, x: worker.ranks.rows(x) if n in worker.masters.everywhere else x
     rng = {'cpu': torch.get_rng_state()} | ({'cuda': torch.cuda.get_rng_state(worker.device)} if worker.device.type == 'cuda' else {})
-    return {'masters': dict(zip(m.names, m.masters)),
-            'optimizer': {f'{key}.{name}': x for name, master in zip(m.names, m.masters) for key, x in state.get(master, {}).items()},
+    return {'masters': {n: rows(n, x) for n, x in zip(m.names, m.masters)},
+            'optimizer': {f'{key}.{n}': rows(n, x) for n, master in zip(m.names, m.masters) for key, x in state.get(master, {}).items()},
             'rng': rng} | (worker.critic.tensors() if worker.critic else {})
 
-SPREAD = 'masters', 'optimizer'
+SPREAD = 'masters', 'optimizer', 'critic', 'critic_optimizer'
 
 # %% ../../nbs/training/03_checkpoint.ipynb #193d9336
 def _sync(path: Path):
@@ -208,8 +208,12 @@ class Saved:
     "Tensors in a checkpoint, whoever wrote them"
 
     def __init__(self, folder: Path, kind: str, pieces: int = 1):
+        self.files = [safe_open(p, 'pt') for p in self.paths(folder, kind, pieces)]
+
+    @staticmethod
+    def paths(folder: Path, kind: str, pieces: int) -> list[Path]:
         names = [f'{kind}-{r}-of-{pieces}' for r in range(pieces)] if pieces > 1 and kind in SPREAD else [kind]
-        self.files = [safe_open(folder/f'{n}.safetensors', 'pt') for n in names]
+        return [folder/f'{n}.safetensors' for n in names]
 
     def keys(self) -> list[str]: return list(self.files[0].keys())
 
@@ -245,14 +249,17 @@ def load(checkpoint: str | Path,
     "Check a checkpoint and bring a worker to its state"
     folder = Path(checkpoint)
     manifest = json.loads((folder/MANIFEST).read_text()) if checked else check(folder)
-    if gone := [n for n in (worker.critic.tensors() if worker.critic else ()) if not (folder/f'{n}.safetensors').exists()]:
+    pieces = manifest.get('pieces', 1)
+    if gone := [n for n in (worker.critic.tensors() if worker.critic else ()) if not Saved.paths(folder, n, pieces)[0].exists()]:
         raise ConfigError(f'checkpoint {folder.name} has no {" and no ".join(gone)}', 'resume with the algorithm that the run began with, or start a new run')
-    masters, optimizer = (Saved(folder, kind, manifest.get('pieces', 1)) for kind in SPREAD)
+    masters, optimizer = (Saved(folder, kind, pieces) for kind in ('masters', 'optimizer'))
     _same_model(folder, {n: masters.shape(n) for n in masters.keys()}, worker.masters.kept)
     _same_meaning(folder, manifest, worker)
-    if then := manifest.get('adapts'): same_base(then['base'], then.get('base_sum', ''), worker.masters.adapts(worker.policy)['base_sum'])
+    if manifest.get('adapts'): same_base(manifest['adapts'], worker.masters.adapts(worker.policy))
     restore(worker, masters, optimizer, Saved(folder, 'rng'), manifest['counters'])
-    if worker.critic: worker.critic.restore({kind: {n: s.rows(n) for n in s.keys()} for kind in worker.critic.tensors() for s in [Saved(folder, kind)]})
+    if worker.critic:
+        of = {kind: Saved(folder, kind, pieces) for kind in worker.critic.tensors()}
+        worker.critic.restore({kind: {n: s.mine(n, worker.ranks) for n in s.keys()} for kind, s in of.items()})
     return manifest
 
 @torch.no_grad()
@@ -261,12 +268,13 @@ def restore(worker: ActorWorker, masters: Saved, optimizer: Saved, rng: Saved,
            ):
     "Bring a worker to exactly the state that was saved"
     m, ranks = worker.masters, worker.ranks
-    for name, master in zip(m.names, m.masters): master.copy_(masters.mine(name, ranks))
+    ours = lambda saved, key, name: saved.rows(key) if name in m.everywhere else saved.mine(key, ranks)
+    for name, master in zip(m.names, m.masters): master.copy_(ours(masters, name, name))
     worker.optimizer.state.clear()
     by_name = dict(zip(m.names, m.masters))
     for key in optimizer.keys():
         kind, name = key.split('.', 1)
-        worker.optimizer.state[by_name[name]][kind] = optimizer.mine(key, ranks).to(worker.device)
+        worker.optimizer.state[by_name[name]][kind] = ours(optimizer, key, name).to(worker.device)
     torch.set_rng_state(rng.rows('cpu'))
     if 'cuda' in rng.keys() and worker.device.type == 'cuda': torch.cuda.set_rng_state(rng.rows('cuda'), worker.device)
     worker.updates, worker.rng.bit_generator.state = counters['updates'], counters['rng']

@@ -40,9 +40,10 @@ class ResponseHead:
     def __call__(self,
                  input_ids: Tensor, # [B, T], padded at the right
                  index_N: Tensor, # positions in the flattened [B·T]
-                 states: bool = False # stop in front of the head
+                 states: bool = False, # stop in front of the head
+                 **beside # what else the model is told; see `training.packed`
                 ) -> Tensor: # logits [N, V]; or hidden states [N, H]
-        return self._made(lambda h: h.flatten(0, 1).index_select(0, index_N), states, input_ids=input_ids, use_cache=False)
+        return self._made(lambda h: h.flatten(0, 1).index_select(0, index_N), states, input_ids=input_ids, use_cache=False, **beside)
 
 # %% ../../nbs/training/00c_forward.ipynb #167d1992
 @dataclass

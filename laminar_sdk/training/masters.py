@@ -44,6 +44,9 @@ class Masters:
     def places(self) -> dict[str, tuple]: return {n: (str(x.dtype), self.shapes[n]) for n, x in self.image.items()} # dtype and whole shape of what is sent
     @property
     def kept(self) -> dict[str, tuple[int, ...]]: return self.shapes # of the whole masters, by name
+    everywhere: frozenset[str] = frozenset() # names of masters that each rank has all of, although the model is in parts
+    @property
+    def whole(self) -> list[torch.Tensor]: return [m for n, m in zip(self.names, self.masters) if n in self.everywhere]
     def adapts(self, policy) -> dict | None: return None # what these masters are additions to; they are the model itself
 
 # %% ../../nbs/training/01_masters.ipynb #0a628cdc

@@ -22,8 +22,8 @@ class Reference:
                  source: str = 'initial', # or a folder or hub name of a model of the same shape
                  offload: bool = False # keep them in host memory
                 ):
-        self.masters = masters
-        weights = [here(p.detach()) for p in masters.params] if source == 'initial' else _weights_of(source, masters)
+        self.masters, self.bare = masters, hasattr(masters, 'bare')
+        weights = [] if self.bare else [here(p.detach()) for p in masters.params] if source == 'initial' else _weights_of(source, masters)
         self.weights = [w.to('cpu' if offload else here(p.detach()).device, here(p.detach()).dtype, copy=True) for w, p in zip(weights, masters.params)]
 
     @property
@@ -33,6 +33,11 @@ class Reference:
     def in_place(self):
         "The model computes with the reference's weights"
         m, device = self.masters, lambda p: here(p.detach()).device
+        if self.bare: # the model without its additions
+            m.bare()
+            try: yield
+            finally: m.round_()
+            return
         if m.sharded: # parts cannot change places: copied, and restored from the masters
             for p, w in zip(m.params, self.weights): here(p.detach()).copy_(w)
             m.model.reshard()

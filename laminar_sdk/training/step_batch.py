@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..core.config import GRPO, Algorithm
-from ..core.types import GREEDY, Trajectory
+from ..core.types import Trajectory
 from ..learning.baselines import baselines
 from ..learning.batching import balanced_microbatches, collate, row_length
 from ..learning.dapo import uniform_groups
+from .packed import end_to_end
 from .objective import every_row, figures_of, step_advantages, step_rewards, value_targets
 
 # %% ../../nbs/training/00b_step_batch.ipynb #42fedbd7
@@ -51,9 +52,18 @@ class Rectangle(OnDevice):
     slot_B: Tensor | None = None # each row's prompt in `prefix`
     prefix: Any = None # None: the rows hold their prompts themselves
     lists: dict = field(default_factory=dict) # name → [N], what was computed of these tokens before
+    position_ids: Tensor | None = None # [1, T] where the rows lie end to end, and
+    bounds: Tensor | None = None # [B + 1] where each begins there, and
+    longest: int = 0
+    place_N: Tensor | None = None # the tokens in the [B, T] that these rows would be, padded
 
     @property
-    def shape(self) -> tuple[int, int]: return len(self.input_ids), self.input_ids.shape[1] + (self.prefix is not None) # of the places
+    def shape(self) -> tuple[int, int]: # of the places, as the loss lays them out
+        if self.bounds is not None: return len(self.bounds) - 1, self.longest
+        return len(self.input_ids), self.input_ids.shape[1] + (self.prefix is not None)
+
+    @property
+    def places(self) -> Tensor: return self.index_N if self.place_N is None else self.place_N
 
 # %% ../../nbs/training/00b_step_batch.ipynb #b9930b94
 @dataclass
@@ -137,7 +147,8 @@ StepBatch.judge, StepBatch.staleness = judge, staleness
 # %% ../../nbs/training/00b_step_batch.ipynb #a1b22fe0
 def rectangle(self: StepBatch,
               rows: list[int],
-              block: Block | None = None # whose prompts have been read
+              block: Block | None = None, # whose prompts have been read
+              packed: bool = False # rows end to end
              ) -> Rectangle:
     "Some rows as a micro-batch"
     advantages_B = torch.zeros(len(rows)) if self.advantages_B is None else self.advantages_B[rows] # not yet judged
@@ -147,6 +158,10 @@ def rectangle(self: StepBatch,
     if self.by_token is not None: flat[2] = torch.cat([self.by_token[i] for i in rows])
     row_N, at_N, taus = index_N//x['mask'].shape[1], index_N % x['mask'].shape[1], [self.temperature_B[i] for i in rows]
     flat += [torch.tensor([self.fresh_B[i] for i in rows])[row_N], taus[0] if len(set(taus)) == 1 else torch.tensor(taus)[row_N]]
+    if packed:
+        position_ids, bounds, longest = end_to_end([self.lengths_B[i] for i in rows])
+        ids = x['input_ids'][x['attention_mask'].bool()][None]
+        return Rectangle(ids, bounds[row_N].long() + at_N, *flat, position_ids=position_ids, bounds=bounds, longest=longest, place_N=index_N)
     if block is None: return Rectangle(x['input_ids'], index_N, *flat)
     first_B = torch.tensor([len(self.trajectories[i].prompt_ids) for i in rows])
     ids = pad_sequence([torch.tensor(self.trajectories[i].response_ids[:-1]).long() for i in rows], batch_first=True, padding_value=self.pad_id)

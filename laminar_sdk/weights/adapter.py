@@ -9,13 +9,13 @@ __all__ = ['BLOCK', 'PAGE', 'SUMS', 'REMEDY', 'merge', 'value_sum', 'About', 'by
 # %% ../../nbs/weights/05_adapter.ipynb #d4a62a42
 import json
 from pathlib import Path
-from typing import Any, Iterable, Mapping, NamedTuple
+from typing import Mapping, NamedTuple
 
 import msgspec, torch
 from torch import Tensor
 from xxhash import xxh3_64, xxh3_64_digest, xxh3_64_hexdigest
 
-from ..core.errors import ConfigError, IntegrityError, MissingError
+from ..core.errors import IntegrityError, MissingError
 from .layout import Layout
 
 # %% ../../nbs/weights/05_adapter.ipynb #49089d80
