@@ -4,15 +4,16 @@
 
 # %% auto #0
 __all__ = ['Cluster', 'RelayTier', 'RolloutPool', 'Replicas', 'Trainer', 'Run', 'Buffer', 'Curriculum', 'Mixture', 'Algorithm',
-           'CISPO', 'DAPO', 'DPPO', 'DrGRPO', 'GRPO', 'GSPO', 'PPO', 'RLOO', 'ReinforcePP', 'ReinforcePPBaseline',
-           'Eval', 'Repack', 'Reward', 'RunConfig', 'Sampling', 'Trajectory', 'WeightVersion', 'exact_match',
-           'format_match', 'length_penalty', 'math_verify', 'Environment', 'Observation', 'Step', 'ToolEnvironment',
-           'GymEnvironment', 'VerifiersEnvironment', 'PythonSandbox', 'Limits', 'Calculator', 'calculate',
-           'LaminarError', 'ClusterError', 'ConfigError', 'IntegrityError', 'MissingError', 'ResourceError', 'RunError']
+           'CISPO', 'DAPO', 'DPPO', 'DrGRPO', 'GRPO', 'GSPO', 'LoRA', 'PPO', 'RLOO', 'ReMax', 'ReinforcePP',
+           'ReinforcePPBaseline', 'Eval', 'Repack', 'Reward', 'RunConfig', 'Sampling', 'Trajectory', 'WeightVersion',
+           'exact_match', 'format_match', 'length_penalty', 'math_verify', 'Environment', 'Observation', 'Step',
+           'ToolEnvironment', 'GymEnvironment', 'VerifiersEnvironment', 'PythonSandbox', 'Limits', 'Calculator',
+           'calculate', 'LaminarError', 'ClusterError', 'ConfigError', 'IntegrityError', 'MissingError',
+           'ResourceError', 'RunError']
 
 # %% ../nbs/99_all.ipynb #572a7ec4
 from .cluster import Cluster
-from .core.config import CISPO, DAPO, DPPO, GRPO, GSPO, PPO, RLOO, Algorithm, Buffer, Curriculum, DrGRPO, Eval, LoRA, Mixture, ReinforcePP, ReinforcePPBaseline, Repack, Reward, RunConfig, Sampling
+from .core.config import CISPO, DAPO, DPPO, GRPO, GSPO, PPO, RLOO, Algorithm, Buffer, Curriculum, DrGRPO, Eval, LoRA, Mixture, ReMax, ReinforcePP, ReinforcePPBaseline, Repack, Reward, RunConfig, Sampling
 from .core.errors import ClusterError, ConfigError, IntegrityError, LaminarError, MissingError, ResourceError, RunError
 from .core.types import Trajectory, WeightVersion
 from .relay_tier import RelayTier
@@ -27,7 +28,7 @@ from .run import Run
 from .trainer import Trainer
 
 # %% ../nbs/99_all.ipynb #11a6a331
-_all_ = ['Cluster', 'RelayTier', 'RolloutPool', 'Replicas', 'Trainer', 'Run', 'Buffer', 'Curriculum', 'Mixture', 'Algorithm', 'CISPO', 'DAPO', 'DPPO', 'DrGRPO', 'GRPO', 'GSPO', 'PPO', 'RLOO',
+_all_ = ['Cluster', 'RelayTier', 'RolloutPool', 'Replicas', 'Trainer', 'Run', 'Buffer', 'Curriculum', 'Mixture', 'Algorithm', 'CISPO', 'DAPO', 'DPPO', 'DrGRPO', 'GRPO', 'GSPO', 'LoRA', 'PPO', 'RLOO', 'ReMax',
          'ReinforcePP', 'ReinforcePPBaseline', 'Eval', 'Repack', 'Reward', 'RunConfig', 'Sampling', 'Trajectory',
          'WeightVersion', 'exact_match', 'format_match', 'length_penalty', 'math_verify', 'Environment', 'Observation', 'Step', 'ToolEnvironment', 'GymEnvironment', 'VerifiersEnvironment',
          'PythonSandbox', 'Limits', 'Calculator', 'calculate', 'LaminarError', 'ClusterError', 'ConfigError',

@@ -94,8 +94,9 @@ def dashboard(self: Answers, plain: bool | None = None # only what every noteboo
 def report(self: Answers, out: str = 'report.html') -> Path:
     "One self-contained HTML file, written here"
     from laminar_sdk.notebook.report import answers, html
+    from laminar_sdk.notebook.waits import Waiting
     config = self._ask('description')
-    Path(out).write_text(html(self.name, config, self.events(max_items=1_000_000), *answers(self)))
+    with Waiting('the report is written'): Path(out).write_text(html(self.name, config, self.events(max_items=1_000_000), *answers(self)))
     return Path(out)
 
 # %% ../nbs/06h_answers.ipynb #9eac5b30
@@ -106,12 +107,18 @@ def save_model(self: Answers, out: str # folder to write
     return unpacked(self._waited('export_model', 'the model is made and sent'), out)
 
 @patch
+def save_adapter(self: Answers, out: str # folder to write
+                ) -> Path:
+    "Of a run with LoRA: what was learned alone, as a folder that peft and `vllm serve --enable-lora` load"
+    return unpacked(self._waited('export_model', 'the adapter is made and sent', True), out)
+
+@patch
 def download(self: Answers, out: str # folder to write
             ) -> Path:
     "A consistent snapshot of the run directory, for `Run.load`"
     return unpacked(self._waited('snapshot', 'the run directory is packed and sent'), out)
 
 @patch
-def _waited(self: Answers, method: str, what: str) -> bytes:
+def _waited(self: Answers, method: str, what: str, *args) -> bytes:
     from laminar_sdk.notebook.waits import Waiting
-    with Waiting(what): return self._ask(method, timeout_s=600.)
+    with Waiting(what): return self._ask(method, *args, timeout_s=600.)

@@ -10,7 +10,8 @@ import asyncio, os, time
 
 from fastcore.basics import patch
 
-from .folders import describe, newest_model, packed_run
+from .described import describe
+from .folders import newest_model, packed_run
 from .shells import is_death
 
 # %% ../nbs/23f_asked.ipynb #18d48a2e
@@ -61,9 +62,9 @@ async def where(self: Asked) -> dict:
     return dict(wanted=self.wanted, run_dir=str(self.dir.path), step=max(there, default=0))
 
 @patch
-async def export_model(self: Asked) -> bytes:
-    "The newest checkpoint as a Hugging Face folder, in a tar file"
-    return await asyncio.to_thread(newest_model, self.dir.checkpoints)
+async def export_model(self: Asked, adapter: bool = False) -> bytes:
+    "The newest checkpoint as a Hugging Face folder, or its adapter alone, in a tar file"
+    return await asyncio.to_thread(newest_model, self.dir.checkpoints, adapter)
 
 @patch
 async def snapshot(self: Asked) -> bytes:

@@ -196,4 +196,5 @@ def told(result: dict) -> list[Any]:
     "The table, and how to read it"
     return [f"REAL: the demo's task, {result['steps']} steps, seeds {', '.join(map(str, result['seeds']))}; {result['prompts']} held-out prompts every {result['every']} steps",
             table('trajectories for the same held-out accuracy', result['rows'], COLUMNS),
-            f"÷: against {result['rows'][0]['schedule']}, by the areas beside the curves, geometric mean of the seeds; from, to: its 95 % interval over the seeds."]
+            f"÷: against {result['rows'][0]['schedule']}, by the areas beside the curves, geometric mean of the seeds; from, to: its 95 % interval over the seeds. "
+            "–: one seed at least never came above where the other began (or there is one seed only, for an interval)."]

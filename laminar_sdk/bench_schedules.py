@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['SCALES', 'PAPER', 'COLUMNS', 'RATIOS', 'WHY', 'REAL', 'Contest', 'Quick', 'tuned', 'entries', 'simulate',
-           'bench_schedules', 'best_row', 'sweeps', 'ratios', 'real', 'real_row', 'pace', 'line', 'told']
+           'bench_schedules', 'assumptions', 'best_row', 'sweeps', 'ratios', 'real', 'real_row', 'pace', 'line', 'told',
+           'swept']
 
 # %% ../nbs/10f_bench_schedules.ipynb #1a75693b
 import math
@@ -83,8 +84,13 @@ def bench_schedules(c: Contest, sweep: bool = False, run=simulate # or `emulatio
     for r in rows:
         best = best_row(rows, 'laminar', r['seed'])
         r['laminar_ratio'] = best and best['train_tokens_per_s'] / r['train_tokens_per_s']
-    more = {'sweep': run(sweeps(c), 'sweep')} if sweep else {}
+    more = dict(sweep=run(sweeps(c), 'sweep'), assumptions=assumptions(c)) if sweep else {}
     return dict(world=rows[0]['world'], scale=c.scale, setup=base.told(), rows=rows, ratios=ratios(rows), **more)
+
+def assumptions(c: Contest) -> list[dict]:
+    "Which difference to the paper's set-up moves `laminar` against `partial`"
+    from laminar_sdk.bench_assumptions import HERE, QUICK, ablate
+    return ablate(base=QUICK if isinstance(c, Quick) else HERE, seeds=c.seeds)
 
 def best_row(rows: list[dict], schedule: str, seed: int) -> dict | None:
     "The fastest of a schedule's rows"
@@ -151,8 +157,8 @@ COLUMNS = dict(schedule=('schedule', '{}'), repack=('repack', '{}'), cap=('cap',
 RATIOS = dict(schedule=('schedule', '{}'), ratio=('laminar ÷', '{:.2f}'), interval=('±', '{:.2f}'), paper=('in the paper', '{:.2f}'), seeds=('seeds', '{}'))
 WHY = """Not the paper's set-up. Longer tails (R1, p99 16 × the median) cost schedules in lockstep more: their ratios are higher here.
 max_staleness = 4 paces all others alike: five steps cannot be shorter than the longest answer, and where that binds (wide) partial and
-laminar are equal. And partial's interruptions are cheap here: its weights come through relays, too.
-More in the notebook on bench_schedules, "Against the paper"."""
+laminar are equal. And partial's interruptions are cheap here: its weights come through relays, too. --sweep shows what each of these
+makes of laminar ÷ partial, one change at a time."""
 REAL = """Two engines and the actor share this CPU's cores: what one gets, another lacks, so no schedule can win by keeping both busy, and what differs is
 overhead, staleness and waiting. idle: share of looks in which a rollout ran nothing, and of time in which the actor waited."""
 
@@ -180,4 +186,9 @@ def told(result: dict) -> list[Any]:
     if result.get('ratios'): out += [table('laminar ÷ the other, each at its best', result['ratios'], RATIOS), WHY]
     if result['world'] == 'real': out.append(REAL)
     if result['world'] == 'emulated': out.append(pace(result['rows']))
-    return out + ([table('sweep', result['sweep'], dict(every=('every', '{:g}'), concurrency=('concurrency', '{}')) | COLUMNS)] if 'sweep' in result else [])
+    return out + (swept(result) if 'sweep' in result else [])
+
+def swept(result: dict) -> list[Any]:
+    "What `--sweep` adds"
+    from laminar_sdk.bench_assumptions import told
+    return [table('sweep', result['sweep'], dict(every=('every', '{:g}'), concurrency=('concurrency', '{}')) | COLUMNS), *told(result['assumptions'])]

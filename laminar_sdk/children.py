@@ -57,7 +57,7 @@ def relay(c: Any, i: int # host
 def rollout(c: Any, i: int) -> Child:
     "One rollout"
     from laminar_sdk.rollout.environment_pool import packed_in
-    from laminar_sdk.rollout_pool import RolloutShell
+    from laminar_sdk.rollout_shell import RolloutShell
     async def up(handle, newborn):
         info = await handle.start.remote()
         await c.ready.wait()
@@ -86,7 +86,7 @@ def rollout(c: Any, i: int) -> Child:
 # %% ../nbs/21a_children.ipynb #cbb988f7
 def actors(c: Any) -> list[Child]:
     "The actor's ranks"
-    from laminar_sdk.trainer import ActorShell
+    from laminar_sdk.actor_shell import ActorShell
     hosts, gpus = [c.plan.hosts[h] for h in c.plan.actor_hosts], c.plan.actor.get('gpus', 0)
     places = reserve(c.config.name, hosts, gpus) if len(hosts) > 1 else [hosts[0].options(num_gpus=gpus)]
     def child(rank):

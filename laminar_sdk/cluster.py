@@ -45,7 +45,8 @@ class Cluster:
                 if self.connected or self._is_here(ray): return ray
                 self._leave_other(ray)
             before = log_in(self._token)
-            try: init(self.address, package() if self.ship else {})
+            try:
+                with Waiting(f'connects to {self.address}'): init(self.address, package() if self.ship else {})
             except BaseException:
                 set_auth(before)
                 raise
@@ -134,7 +135,8 @@ def shutdown(self: Cluster):
     if not self.mine: return warnings.warn(f'{self.address} was attached to, so it is not ended; an embedded one is by Cluster.local(name).shutdown()', stacklevel=2)
     with embedded.lock(self.record.name):
         now = embedded.load(self.record.name)
-        if now is not None and now.mark == self.record.mark: embedded.sweep(now)
+        if now is not None and now.mark == self.record.mark:
+            with Waiting(f'the cluster {self.record.name!r} ends'): embedded.sweep(now)
 
 @patch(cls_method=True)
 def list(cls: Cluster) -> Table:

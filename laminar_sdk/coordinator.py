@@ -15,12 +15,13 @@ from . import children
 from .asked import Asked
 from .core import events as ev
 from .core.config import whole_step
+from .described import describe
 from .doing import Doing, ToOthers, ToRollouts
 from .ending import Ending
 from .for_actor import ForActor
 from .lanes import Lanes
 from .gang import Gang
-from .folders import choose_folder, describe
+from .folders import choose_folder
 from .pipeline import Pipeline, Plan, Table
 from .scheduling.books import KEYS, MetaRow
 from .scheduling.ledger import Ledger
@@ -117,6 +118,7 @@ async def _raise(self: Coordinator):
     for b in both: b.cancel()
     if self.state == 'starting': self.state = 'paused' if self.manager.paused else 'running'
 
+# %% ../nbs/23_coordinator.ipynb #a19e28af
 @patch(as_prop=True)
 def emulated(self: Coordinator) -> bool:
     "Whether there are engines that compute nothing: then status, table and screens say so"
@@ -128,6 +130,7 @@ def _wanted(self: Coordinator) -> list[int]:
     scaled = [json.loads(m.value) for m in self.journal.rows(MetaRow) if m.key == 'rollouts']
     return scaled[0] if scaled else self.config.rollouts
 
+# %% ../nbs/23_coordinator.ipynb #0ee14298
 @patch
 async def _handed_over(self: Coordinator) -> bool:
     "Whether `begin` was called; a minute without a word means that it never will be"
@@ -145,6 +148,7 @@ async def _until_ended(self: Coordinator):
     for w in work: w.cancel()
     for d in done: d.result()
 
+# %% ../nbs/23_coordinator.ipynb #1229fe4b
 @patch
 async def _watch(self: Coordinator):
     "Tell the manager the time; and a process that hangs does not die: a rollout that has been silent for too long is killed"

@@ -17,6 +17,7 @@ import numpy as np
 
 from .core.config import GRPO, Eval, Repack, Sampling
 from .core.errors import ConfigError
+from .notebook.waits import Waiting
 
 # %% ../nbs/07_demo.ipynb #377fe029
 @dataclass
@@ -57,7 +58,8 @@ def smollm2(data: str | None = None, # GSM8K: a hub name or a local file; defaul
     "SmolLM2-135M-Instruct with its chat template"
     from laminar_sdk.rollout import word_tasks as w
     from laminar_sdk.training.smollm2 import smollm2_folder
-    sizes = dict(model=str(smollm2_folder()), max_running=64, kv_cache_bytes=512 << 20) | SIZES['gsm8k' if data else 'smollm2']
+    with Waiting('SmolLM2 is converted, once'): model = str(smollm2_folder())
+    sizes = dict(model=model, max_running=64, kv_cache_bytes=512 << 20) | SIZES['gsm8k' if data else 'smollm2']
     if data is None: # short answers: on two cores, every token counts
         return Task(train=w.easy_tasks(4000, seed=1, split='train'), held_out=w.easy_tasks(200, seed=0, split='heldout'), reward=w.easy_reward,
                     eval_every=10, sampling=Sampling(max_tokens=32), max_model_len=256, **sizes)

@@ -14,7 +14,7 @@ import numpy as np
 from fastcore.basics import patch
 
 from .core import events as ev
-from .core.errors import RunError
+from .core.errors import ConfigError, RunError
 from .pipeline import Pipeline
 from .rollout.emulated import EmulatedEngine, long_answer
 from .rollout.knee import modelled
@@ -93,6 +93,29 @@ class Emulation:
         self.tasks.discard(task)
         if not task.cancelled() and task.exception(): self.failed = task.exception(); self.over.set()
 
+# %% ../nbs/10h_emulation.ipynb #411cd206
+@patch
+def written(self: Emulation, rollout: int) -> int: return self.workers[rollout].engine.decoder.made # tokens
+@patch
+def kv_max(self: Emulation) -> float: return self.setup.kv_max or modelled(self.workers[0].engine).kv_max # C_max
+@patch
+def keep(self: Emulation, pieces: list): "Tokens that say nothing need not be kept"
+@patch
+async def begin(self: Emulation, w: RolloutWorker): await w.start()
+@patch
+async def end(self: Emulation, w: RolloutWorker): await w.stop(0.)
+
+@patch
+def fill(self: Emulation) -> tuple[float, int]: # mean share of the caches; trajectories that run or wait
+    engines = [w.engine.decoder for w in self.workers]
+    return sum(d.used for d in engines) / len(engines), sum(len(d.running) + len(d.waiting) for d in engines)
+
+@patch
+def weights(self: Emulation, version: int) -> dict:
+    "What is published: a few kilobytes, the time of a pull is the roofline's"
+    import torch
+    return dict(w=torch.full((64, 64), float(version)))
+
 # %% ../nbs/10h_emulation.ipynb #e1e8c68c
 @patch
 async def take(self: Emulation, report):
@@ -104,7 +127,8 @@ async def take(self: Emulation, report):
     for p in pieces:
         if p.finish in ('stop', 'length'): self.latencies.append((self.now(), self.now() - self.born.pop(p.trajectory, self.now())))
     columns = [[p.trajectory for p in pieces], [p.lease for p in pieces], [p.last for p in pieces], [p.finish for p in pieces]]
-    (then, before), made = self.made.get(r.rollout, (0., 0)), self.workers[r.rollout].engine.decoder.made
+    self.keep(pieces)
+    (then, before), made = self.made.get(r.rollout, (0., 0)), self.written(r.rollout)
     self.made[r.rollout] = self.now(), made
     rate = (made - before) / max(1e-3, self.now() - then) # the worker's own is by the wall's clock
     await self.pipeline.feed(ev.Progress(r.rollout, *columns, r.kv_used, r.running, r.waiting, r.load, rate))
@@ -174,8 +198,7 @@ def do_GiveEarly(self: Emulation, c):
 
 @patch
 async def publish(self: Emulation, version: int, step: int):
-    import torch
-    await asyncio.to_thread(self.client.publish, version, dict(w=torch.full((64, 64), float(version))), step)
+    await asyncio.to_thread(self.client.publish, version, self.weights(version), step)
     await asyncio.to_thread(self.client.wait_for, version, 30)
     await self.pipeline.feed(ev.VersionReady(0, version, step, 1, f'{version}'))
 
@@ -192,8 +215,7 @@ def do_EndRun(self: Emulation, c): self.failed = RunError(f'the run has ended: {
 async def look(self: Emulation):
     "The manager is told the time, and how full everybody is"
     while True:
-        engines = [w.engine.decoder for w in self.workers]
-        self.samples.append((self.now(), sum(d.used for d in engines) / len(engines), sum(len(d.running) + len(d.waiting) for d in engines)))
+        self.samples.append((self.now(), *self.fill()))
         await self.pipeline.feed(ev.Tick(self.now()))
         await asyncio.sleep(min(1., self.setup.every))
         if time.monotonic() - self.born_wall > self.longest_s:
@@ -210,10 +232,10 @@ async def play(self: Emulation, longest_s: float = 3600. # of the wall
         stack.enter_context(Relay('here', self.folder/'relay', listen=None, secret=secrets.token_bytes(), keep=8))
         self.client = stack.enter_context(RelayClient(self.folder/'relay', publish_dtype='bfloat16'))
         self.soon(self.pipeline.run())
-        for w in self.workers: await w.start()
-        batch, kv_max = s.batch or probed(s), s.kv_max or modelled(self.workers[0].engine).kv_max
+        for w in self.workers: await self.begin(w)
+        batch, kv_max = s.batch or probed(s), self.kv_max()
         await self.pipeline.feed(ev.ActorJoined(1, 0))
-        for w in self.workers: await self.pipeline.feed(ev.RolloutJoined(w.index, 0, s.concurrency, -1, s.engine.kv_tokens, batch, kv_max))
+        for w in self.workers: await self.pipeline.feed(ev.RolloutJoined(w.index, 0, s.concurrency, -1, w.engine.stats().kv_tokens, batch, kv_max))
         await self.publish(self.manager.issue_version(0, 1), 0)
         self.soon(self.look())
         await self.pipeline.feed(ev.BatchAsked(1, 1))
@@ -221,7 +243,7 @@ async def play(self: Emulation, longest_s: float = 3600. # of the wall
         finally:
             for t in list(self.tasks): t.cancel()
             log.setLevel(logging.ERROR) # that what was in flight is lost is no news here
-            await asyncio.gather(*(w.stop(0.) for w in self.workers))
+            await asyncio.gather(*map(self.end, self.workers))
             log.setLevel(logging.NOTSET)
             while left := asyncio.all_tasks() - {asyncio.current_task()}: # a cancellation that meets a time limit in the same moment is lost
                 for t in left: t.cancel()
@@ -257,6 +279,7 @@ def figures(self: Emulation) -> dict:
 
 def emulate(setups: list[Setup], title: str = 'emulated') -> list[dict]:
     "A row for each, one after the other"
+    if beyond := [s for s in setups if s.turns > 1 or s.sync_s or not s.share]: raise ConfigError(f'the emulated world knows relays, shared prompts and answers of one turn, not {beyond[0]}', 'ask the simulated world')
     from laminar_sdk.bench import Progress
     rows = []
     with Progress(title, len(setups)) as progress:

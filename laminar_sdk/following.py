@@ -103,7 +103,8 @@ def _say_it_goes_on(self: Following):
 @patch
 def _show(self: Following, show: bool) -> dict:
     from laminar_sdk.notebook.terminal import Follower
-    with Follower(self.name, show) as follower:
+    from laminar_sdk.notebook.waits import progress
+    with Follower(self.name, show, ask=lambda: progress(self.status())) as follower:
         for record in self.follow(): follower.on(record)
     self._settle()
     return self.status()
@@ -128,7 +129,13 @@ def _at(cluster) -> str: # for the command line
 
 # %% ../nbs/06f_following.ipynb #8e79e5f8
 @patch
-def __await__(self: Following): return self._ended().__await__()
+def __await__(self: Following): return self._awaited().__await__()
+
+@patch
+async def _awaited(self: Following) -> dict: # the last status
+    "With bars that say how far it is"
+    from laminar_sdk.notebook.waits import Waiting, progress
+    with Waiting(f'run {self.name!r}', ask=lambda: progress(self.status())): return await self._ended()
 
 @patch
 async def _ended(self: Following) -> dict: # the last status

@@ -28,6 +28,10 @@ class ForActor:
         # of a relay that has just died too: the actor does not wait for its successor
         return version, [self.publish_to.get(h) or await self.actor_socket(rank) for rank, h in enumerate(self.plan.actor_hosts)]
 
+    async def complain(self, rank: int) -> bool:
+        "A rank's loop has ended with an error; answers when it is known whether the failure is its own"
+        return await self.gang.complain(rank)
+
     async def actor_socket(self, rank: int = 0) -> str:
         "The relay of the host of one of the actor's ranks, as soon as there is one"
         while (host := self.plan.actor_hosts[rank]) not in self.sockets:

@@ -7,11 +7,15 @@ __all__ = ['taken', 'placement', 'group_name', 'reserve', 'release', 'Broken', '
 
 # %% ../nbs/21c_gang.ipynb #c60e39d3
 import asyncio
+from collections import Counter
 from typing import Any
+
+from fastcore.basics import patch
 
 from .core import events as ev
 from .core.errors import ResourceError
-from .shells import actor_name
+from .scheduling.gang import Command, GangRule, Lost
+from .shells import actor_name, is_death
 
 # %% ../nbs/21c_gang.ipynb #23a0149f
 def taken(hosts: list[int], # of each rank
@@ -68,45 +72,113 @@ class Broken(Exception):
 class Gang:
     "The ranks of a run's actor"
 
-    def __init__(self, c: Any # `Coordinator`
+    def __init__(self, c: Any, # `Coordinator`
+                 look_s: float = 10. # a rank that does not answer for so long hangs
                 ):
-        self.c, self.hosts, self.here, self.met = c, c.plan.actor_hosts, {}, None
+        self.c, self.hosts, self.look_s, self.rule = c, c.plan.actor_hosts, look_s, GangRule(len(c.plan.actor_hosts))
+        self.births, self.handles, self.joining, self.complaining, self.looking, self.error = Counter(), {}, {}, {}, set(), None
 
-    def __repr__(self): return f'Gang({len(self.here)} of {len(self.hosts)} are here)'
+    def __repr__(self): return f'Gang({self.rule!r})'
 
     async def join(self, rank: int, handle: Any):
         "A rank is up; returns when all are, and have begun"
-        self.here[rank] = handle
-        met = self.met = self.met or asyncio.get_running_loop().create_future()
-        if len(self.here) == len(self.hosts):
-            try: await self._begin([self.here[r] for r in sorted(self.here)])
-            except Exception as e:
-                if not met.done(): met.set_exception(e)
-            else:
-                if not met.done(): met.set_result(None)
-        await asyncio.shield(met)
-
-    async def _begin(self, ranks: list):
-        c, lives = self.c, set(await asyncio.gather(*(r.belongs.remote() for r in ranks)))
-        if len(lives) > 1: raise Broken(f'the ranks belong to different lives: {sorted(lives)}')
-        wanted, checkpoints = c.manager.ledger.incarnation + 1, str(c.dir.checkpoints)
-        meet = await ranks[0].listen.remote(checkpoints) if lives == {0} and len(ranks) > 1 else None
-        info = (await asyncio.gather(*(r.start.remote(wanted, checkpoints, meet) for r in ranks)))[0]
-        if info['incarnation'] == wanted:
-            await c.feed(ev.ActorJoined(wanted, info['step']))
-            c.tier.published(await ranks[0].republish.remote())
-        elif info['version'] >= 0: c.tier.published(info['version']) # the coordinator is new, the actor is not
-        many = f', {len(ranks)} ranks' if len(ranks) > 1 else ''
-        c.note('info', f"the actor is up at step {info['step']}, in its life number {info['incarnation']}{many}{info['note']}", 'actor/0')
+        self.births[rank] += 1
+        self.handles[rank], begun = handle, asyncio.get_running_loop().create_future()
+        self.joining[rank] = begun
+        await self._do(self.rule.on_up(rank, self.births[rank]))
+        await begun
 
     async def broke(self, rank: int, reason: str):
         "A rank is down"
-        if rank not in self.here: return # it never joined, or it was taken along
-        c, others, met, self.here, self.met = self.c, sorted(self.here.keys() - {rank}), self.met, {}, None
-        who = f'actor/{rank}' if others else 'actor'
-        c.note('warning', f'{who}: {reason}; {"all its ranks go" if others else "it goes"} on from the newest checkpoint', f'actor/{rank}')
-        for r in others: await c.supervisor.take_along(f'actor/{r}') # before they hear of it: their end is no failure of theirs
-        if met is not None and not met.done(): met.set_exception(Broken(f'{who}: {reason}'))
-        for key in list(c.batches): c.batches.pop(key).cancel() # it will not come for them
-        for host in set(self.hosts): c.tier.feed(ev.SealGone, host, reason)
-        if c.manager is not None: await c.feed(ev.ActorLost(c.manager.ledger.incarnation, reason))
+        await self._do(self.rule.on_down(rank, self.births[rank], reason))
+
+    async def complain(self, rank: int) -> bool: # whether the failure is its own; if not, its end is on its way
+        "A rank's loop has ended with an error: whose error is it?"
+        own = self.complaining[rank] = asyncio.get_running_loop().create_future()
+        await self._do(self.rule.on_complaint(rank, self.births[rank]))
+        return await own
+
+    async def _do(self, commands: list[Command]):
+        if lost := next((x for x in commands if isinstance(x, Lost)), None): self._tell(*lost)
+        for x in commands: await getattr(self, f'_{type(x).__name__.lower()}')(*x)
+
+# %% ../nbs/21c_gang.ipynb #85ef9fd5
+@patch
+async def _admit(self: Gang, ranks):
+    for r in ranks: _settle(self.joining, r, True)
+
+@patch
+async def _refuse(self: Gang, ranks, reason):
+    for r in ranks: _settle(self.joining, r, self.error or Broken(reason))
+
+@patch
+async def _own(self: Gang, rank): _settle(self.complaining, rank, True)
+
+@patch
+async def _takealong(self: Gang, rank): await self.c.supervisor.take_along(f'actor/{rank}')
+
+@patch
+async def _end(self: Gang, rank): await self.c.supervisor.kill(self.c.supervisor.children[f'actor/{rank}'], 'it does not answer')
+
+@patch
+async def _look(self: Gang, rank, birth):
+    "All at a time: nobody waits for an answer that may not come"
+    async def look():
+        how = await self._how(self.handles[rank])
+        await self._do(self.rule.on_seen(rank, birth, how))
+    self.looking.add(task := asyncio.create_task(look()))
+    task.add_done_callback(self.looking.discard)
+
+@patch
+async def _how(self: Gang, handle) -> str: # alive | dead | silent
+    try: await asyncio.wait_for(handle.pid.remote(), self.look_s)
+    except asyncio.TimeoutError: return 'silent'
+    except Exception as e:
+        if not is_death(e): raise
+        return 'dead'
+    return 'alive'
+
+def _settle(waiting: dict, rank: int, answer: bool | Exception):
+    "Who waits for this waits no more"
+    future = waiting.pop(rank, None)
+    if future is None or future.done(): return
+    if isinstance(answer, Exception): future.set_exception(answer)
+    else: future.set_result(answer)
+
+# %% ../nbs/21c_gang.ipynb #5a3e91cc
+@patch
+async def _begin(self: Gang, life):
+    self.error = None
+    try: await self._start([self.handles[r] for r in range(len(self.hosts))])
+    except Exception as e:
+        self.error = e # those who wait get it as it is
+        said = self.rule.on_failed(life, str(e))
+    else: said = self.rule.on_begun(life)
+    await self._do(said)
+
+@patch
+async def _start(self: Gang, ranks: list):
+    c, lives = self.c, set(await asyncio.gather(*(r.belongs.remote() for r in ranks)))
+    if len(lives) > 1: raise Broken(f'the ranks belong to different lives: {sorted(lives)}')
+    wanted, checkpoints = c.manager.ledger.incarnation + 1, str(c.dir.checkpoints)
+    meet = await ranks[0].listen.remote(checkpoints) if lives == {0} and len(ranks) > 1 else None
+    info = (await asyncio.gather(*(r.start.remote(wanted, checkpoints, meet) for r in ranks)))[0]
+    if info['incarnation'] == wanted:
+        await c.feed(ev.ActorJoined(wanted, info['step']))
+        c.tier.published(await ranks[0].republish.remote())
+    elif info['version'] >= 0: c.tier.published(info['version']) # the coordinator is new, the actor is not
+    many = f', {len(ranks)} ranks' if len(ranks) > 1 else ''
+    c.note('info', f"the actor is up at step {info['step']}, in its life number {info['incarnation']}{many}{info['note']}", 'actor/0')
+
+@patch
+def _tell(self: Gang, rank, reason):
+    many = len(self.hosts) > 1
+    self.c.note('warning', f'{f"actor/{rank}" if many else "actor"}: {reason}; {"all its ranks go" if many else "it goes"} on from the newest checkpoint', f'actor/{rank}')
+
+@patch
+async def _lost(self: Gang, rank, reason):
+    c = self.c
+    for r in list(self.complaining): _settle(self.complaining, r, False)
+    for key in list(c.batches): c.batches.pop(key).cancel() # it will not come for them
+    for host in set(self.hosts): c.tier.feed(ev.SealGone, host, reason)
+    if c.manager is not None: await c.feed(ev.ActorLost(c.manager.ledger.incarnation, reason))

@@ -10,25 +10,26 @@ from typing import Any
 
 from .core.errors import ConfigError, RunError
 from .notebook.waits import Waiting
-from .rollout_pool import RolloutPool, RolloutShell
+from .rollout_shell import RolloutShell
 from .shells import actor_name, end, find, names, spawn
 
 # %% ../nbs/03b_kept_pool.ipynb #02ec8df4
-def living(pool: RolloutPool) -> dict[int, Any]: # handle by index
+def living(pool: Any # `RolloutPool`
+          ) -> dict[int, Any]: # handle by index
     "The rollouts of a kept pool that are there now"
     if not pool.keep: return {}
     pool.cluster.connect()
     there = {i: find(actor_name(pool.family, 'rollout', i)) for i in pool.rollouts}
     return {i: handle for i, handle in there.items() if handle is not None}
 
-def placed(pool: RolloutPool, actor_gpus: int | dict[int, int] = 0) -> dict[int, int]: # host of each rollout
+def placed(pool: Any, actor_gpus: int | dict[int, int] = 0) -> dict[int, int]: # host of each rollout
     "Where each rollout is, or will be"
     import ray
     placed = pool.place(actor_gpus)
     for i, handle in living(pool).items(): placed[i] = ray.get(handle.start.remote(), timeout=600)['host']
     return placed
 
-def borrower(pool: RolloutPool) -> str: # '' if there is none
+def borrower(pool: Any) -> str: # '' if there is none
     "The living run that a rollout of a kept pool is lent to"
     import ray
     runs = {ray.get(handle.start.remote(), timeout=600)['run'] for handle in living(pool).values()} - {''}
@@ -38,9 +39,9 @@ def borrower(pool: RolloutPool) -> str: # '' if there is none
 def _only_kept(pool):
     if not pool.keep: raise ConfigError('this pool is started and ended by the run that uses it', 'say RolloutPool(keep=True) to have it outlive its runs')
 
-def start(pool: RolloutPool,
+def start(pool: Any, # `RolloutPool`
           show: bool = True # say when each is up
-         ) -> RolloutPool:
+         ) -> Any: # the pool
     "Raise the engines of a kept pool, and wait until they are up"
     import ray
     _only_kept(pool)
@@ -61,7 +62,7 @@ def start(pool: RolloutPool,
         raise
     return pool
 
-def close(pool: RolloutPool):
+def close(pool: Any):
     "End the engines of a kept pool; one that a run is using is refused"
     _only_kept(pool)
     pool.cluster.connect()

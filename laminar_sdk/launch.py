@@ -30,22 +30,23 @@ class Launch:
         self.trainer, self.pool, self.config, self.rewards, self.prompts = trainer, pool, config, rewards, prompts
         self.held_out, self.template, self.ship, self.resume, self.run_dir, self.environment = held_out, template, ship, resume, run_dir, environment
 
-    def start(self): # a `Run`
+    def start(self, run: Any # its handle, a `Run`; that name may not live yet
+             ) -> Any: # the same
         "Check, hand over, begin"
-        from laminar_sdk.run import Run
-        self.check()
-        files = self.pack()
-        self.trainer.cluster.connect()
-        self.refuse_live()
-        plan = self.plan(files)
-        with Waiting(f'the run {self.config.name!r} is begun'): self._begin(plan, files)
-        run = Run(self.trainer.cluster, self.config.name)
+        with Waiting(f'run {self.config.name!r}') as self.waiting:
+            self._stage('looks at model and rewards'); self.check()
+            self._stage('packs the prompts'); files = self.pack()
+            self._stage('asks the cluster'); self.trainer.cluster.connect(); self.refuse_live(run)
+            plan = self.plan(files)
+            self._stage('starts its coordinator'); self._begin(plan, files)
         self.say_where(run)
         return run
 
+    def _stage(self, what: str): self.waiting.more = what
+
     def _begin(self, plan, files):
         coordinator = raise_coordinator(plan)
-        try: hand_over(coordinator, files)
+        try: hand_over(coordinator, files, self.waiting)
         except BaseException: # also Ctrl-C: nothing may stay behind
             end(names(f'{self.config.name}/'))
             release(self.config.name)
@@ -72,6 +73,9 @@ def check(self: Launch):
     if self.config.algorithm.group_size == 1 and self.config.algorithm.advantage in ('grpo', 'dr_grpo', 'rloo', 'reinforce_pp_baseline'): warnings.warn('groups of one: every advantage is 0, so nothing will be learned; GRPO(group_size=8) is usual', stacklevel=4)
     if self.config.sampling.max_tokens >= self.config.max_model_len:
         warnings.warn(f'max_tokens={self.config.sampling.max_tokens}, but prompt and response together have max_model_len={self.config.max_model_len}', stacklevel=4)
+    lora, folder = self.trainer.lora, Path(self.config.model).expanduser()
+    if lora is not None and lora.publish == 'adapter' and folder.is_dir() and not any(folder.glob('*.safetensors')):
+        raise ConfigError(f'LoRA: {self.config.model!r} holds no safetensors, so adapters have nothing to be added to', "convert it, or publish whole models: LoRA(publish='merged')")
     if self.resume not in ('auto', 'never'): raise ConfigError(f'resume={self.resume!r}', "use 'auto' or 'never'")
     if model.max_length and self.config.max_model_len > model.max_length:
         raise ConfigError(f'max_model_len={self.config.max_model_len}, but {self.config.model} was made for {model.max_length} tokens',
@@ -87,11 +91,9 @@ def _check_call(r: Reward):
                           'of the prompts', 'write it as def reward(completions, **kwargs)')
 
 @patch
-def refuse_live(self: Launch):
+def refuse_live(self: Launch, run: Any):
     "A run of that name that has ended lets go of its name; one that is alive keeps it, and its pool"
     from laminar_sdk.kept_pool import borrower
-    from laminar_sdk.run import Run
-    run = Run(self.trainer.cluster, self.config.name)
     if find(actor_name(self.config.name, 'coordinator')) is not None:
         if run.status()['state'] not in ENDED:
             raise RunError(f'a run named {self.config.name!r} is alive on this cluster',
@@ -168,12 +170,14 @@ def raise_coordinator(plan: Plan): # its handle
         if (there := find(name)) is not None and ray.get(there.description.remote(), timeout=60)['launch'] == plan.launch: end([name])
         raise
 
-def hand_over(coordinator, files: dict[str, bytes]):
+def hand_over(coordinator, files: dict[str, bytes], waiting: Waiting | None = None):
     "Give it the files, and let it begin"
     import ray
+    pieces = [(path, blob[i:i + CHUNK], i == 0) for path, blob in files.items() for i in range(0, max(len(blob), 1), CHUNK)]
     try:
-        for path, blob in files.items():
-            for i in range(0, max(len(blob), 1), CHUNK): ray.get(coordinator.put.remote(path, blob[i:i + CHUNK], i == 0), timeout=120)
+        for n, piece in enumerate(pieces):
+            if waiting: waiting.step(n, len(pieces), 'hands over prompts and functions')
+            ray.get(coordinator.put.remote(*piece), timeout=120)
         ray.get(coordinator.begin.remote(), timeout=60)
     except Exception as e:
         if is_death(e): raise RunError(f'the coordinator could not be started: {(why := last_words(e))[0]}', why[1]) from None
@@ -182,14 +186,13 @@ def hand_over(coordinator, files: dict[str, bytes]):
 # %% ../nbs/05_launch.ipynb #10637b24
 def relaunch(cluster: Any, # `Cluster`
              path: str # the run directory, on the head node
-            ): # a `Run`
+            ) -> str: # the run's name
     "Start a stopped or crashed run again"
     from laminar_sdk.data.rundir import RunDir
+    from laminar_sdk.described import read_back
     from laminar_sdk.folders import ended
     from laminar_sdk.rollout_pool import place
-    from laminar_sdk.run import Run
-    there = RunDir(path).read_config()
-    config = RunConfig(**{k: v for k, v in there.items() if k in RunConfig.model_fields})
+    config, there = read_back(RunDir(path).read_config())
     if ended(Path(path)) == 'done': raise RunError(f'the run in {path} is done: {config.steps} steps are trained', 'start a new one with trainer.fit')
     cluster.connect()
     if find(actor_name(config.name, 'coordinator')) is not None: raise RunError(f'a run named {config.name!r} is alive', 'stop it first')
@@ -197,13 +200,12 @@ def relaunch(cluster: Any, # `Cluster`
     gpus = there['actor'].get('gpus', 0)
     actor_hosts = placement(cluster.hosts, there['actor'].get('ranks', 1), gpus)
     placed = place(cluster.hosts, there['engines'], config.rollouts, taken(actor_hosts, gpus))
-    plan = Plan(config, str(Path(path).absolute()), cluster.hosts, there['engines'], placed, actor=there['actor'], actor_hosts=actor_hosts,
-                keep_versions=there['keep_versions'], keyframe_every=there.get('keyframe_every', 50), transport=there.get('transport', 'tcp'),
-                secret=secrets.token_bytes(32), launch=secrets.token_hex(8), files=there['files'], trackers=there.get('trackers', {}))
+    fresh = dict(secret=secrets.token_bytes(32), launch=secrets.token_hex(8))
+    plan = Plan(config, str(Path(path).absolute()), cluster.hosts, rollout_hosts=placed, actor_hosts=actor_hosts, **(there | fresh))
     coordinator = raise_coordinator(plan)
     try: hand_over(coordinator, {})
     except BaseException:
         end(names(f'{config.name}/'))
         release(config.name)
         raise
-    return Run(cluster, config.name)
+    return config.name

@@ -100,10 +100,23 @@ def logs(self: PastRun, what: str = 'reward', tail: int = 50) -> list[str]:
 def save_model(self: PastRun, out: str | Path # folder to write
               ) -> Path:
     "The newest checkpoint as a Hugging Face folder"
-    from laminar_sdk.training.checkpoint import export, newest_valid
+    from laminar_sdk.training.checkpoint import export
+    return self._made(export, 'becomes a Hugging Face folder', out)
+
+@patch
+def save_adapter(self: PastRun, out: str | Path # folder to write
+                ) -> Path:
+    "Of a run with LoRA: what was learned alone, as a folder that peft and `vllm serve --enable-lora` load"
+    from laminar_sdk.training.checkpoint import export_adapter
+    return self._made(export_adapter, 'gives its adapter', out)
+
+@patch
+def _made(self: PastRun, make, what: str, out) -> Path:
+    from laminar_sdk.notebook.waits import Waiting
+    from laminar_sdk.training.checkpoint import newest_valid
     found, _ = newest_valid(self.dir.checkpoints)
     if found is None: raise MissingError(f'{self.dir.checkpoints} holds no checkpoint', 'the run writes one every `checkpoint` steps and after the last')
-    export(found, out)
+    with Waiting(f'{found.name} {what}'): make(found, out)
     return Path(out)
 
 # %% ../nbs/06a_past_run.ipynb #39ca8acc
@@ -131,7 +144,8 @@ def report(self: PastRun, out: str | Path | None = None # default report.html in
           ) -> Path:
     "One self-contained HTML file"
     from laminar_sdk.notebook.report import write_report
-    return write_report(self.dir.path, self.events(), out or self.dir.report, self)
+    from laminar_sdk.notebook.waits import Waiting
+    with Waiting('the report is written'): return write_report(self.dir.path, self.events(), out or self.dir.report, self)
 
 # %% ../nbs/06a_past_run.ipynb #372f5a43
 def as_frame(records: list[ev.Record]): # a pandas DataFrame

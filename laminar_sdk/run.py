@@ -41,7 +41,12 @@ class Run(Steering, Answers):
     def _again(cls, path, cluster):
         "Start a stopped or crashed run again from its directory"
         from laminar_sdk.launch import relaunch
-        return relaunch(cluster, path)
+        return cls(cluster, relaunch(cluster, path))
+
+    def _repr_pretty_(self, p, cycle):
+        "In IPython it says where it stands; `repr` asks nobody, for it stands in messages too"
+        try: p.text(repr(self.status()))
+        except (MissingError, ClusterError): p.text(f'{self!r}, over')
 
     pool = property(Rollouts, doc='The rollouts, to be steered')
 

@@ -71,10 +71,12 @@ def evaluate(self: Steering):
 @patch
 def stop(self: Steering):
     "End the run and give everything back: actors, shared memory, ports"
-    try: self._ask('stop', 'run.stop()')
-    except MissingError: pass # it is over already: only leftovers are cleared
-    self._settle()
-    self.close()
+    from laminar_sdk.notebook.waits import Waiting
+    with Waiting(f'run {self.name!r} ends'):
+        try: self._ask('stop', 'run.stop()')
+        except MissingError: pass # it is over already: only leftovers are cleared
+        self._settle()
+        self.close()
 
 @patch
 def close(self: Steering):

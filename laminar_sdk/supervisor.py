@@ -10,6 +10,8 @@ import asyncio, time
 from dataclasses import dataclass
 from typing import Any, Awaitable, Callable
 
+from fastcore.basics import patch
+
 from .core.errors import ResourceError
 from .shells import actor_name, find, is_death, spawn
 
@@ -74,65 +76,76 @@ class Supervisor:
             if child.failures >= limit and not taken: return await self.hopeless(f'{child.label} failed {child.failures} times in a row. The last time: {reason}')
             await asyncio.sleep(.1 * 2 ** max(0, min(child.failures - 1, 6)))
 
-    async def _live(self, child: Child):
-        "One life: from birth to a planned end; raises when it ends otherwise"
-        name = actor_name(child.family or self.run, child.role, child.index)
-        child.handle = await asyncio.to_thread(find, name)
-        newborn = child.handle is None
-        if newborn: child.handle = spawn(child.cls, *child.args, name=name, host=child.host, max_restarts=child.max_restarts)
-        child.pid = await self._first_word(child)
-        await child.up(child.handle, newborn)
-        child.is_up = True
-        await child.handle.life.remote()
+# %% ../nbs/21_supervisor.ipynb #830fb8b8
+@patch
+async def _live(self: Supervisor, child: Child):
+    "One life: from birth to a planned end; raises when it ends otherwise"
+    name = actor_name(child.family or self.run, child.role, child.index)
+    child.handle = await asyncio.to_thread(find, name)
+    newborn = child.handle is None
+    if newborn: child.handle = spawn(child.cls, *child.args, name=name, host=child.host, max_restarts=child.max_restarts)
+    child.pid = await self._first_word(child)
+    await child.up(child.handle, newborn)
+    child.is_up = True
+    await child.handle.life.remote()
 
-    async def _first_word(self, child: Child) -> int: # its process
-        "Of a child that Ray is bringing back, wait until it is there"
-        from ray.exceptions import ActorUnavailableError
-        deadline = time.monotonic() + 60
-        while True:
-            try: return await asyncio.wait_for(child.handle.pid.remote(), 300)
-            except asyncio.TimeoutError:
-                raise ResourceError(f'{child.label} found no place within 300 s', 'its host is gone, or has no GPU left') from None
-            except ActorUnavailableError:
-                if time.monotonic() > deadline: raise
-            await asyncio.sleep(.1)
+@patch
+async def _first_word(self: Supervisor, child: Child) -> int: # its process
+    "Of a child that Ray is bringing back, wait until it is there"
+    from ray.exceptions import ActorUnavailableError
+    deadline = time.monotonic() + 60
+    while True:
+        try: return await asyncio.wait_for(child.handle.pid.remote(), 300)
+        except asyncio.TimeoutError:
+            raise ResourceError(f'{child.label} found no place within 300 s', 'its host is gone, or has no GPU left') from None
+        except ActorUnavailableError:
+            if time.monotonic() > deadline: raise
+        await asyncio.sleep(.1)
 
-    async def _bury(self, child: Child, reason: str, died: bool):
-        if not (died and child.max_restarts): await self.kill(child) # else Ray is bringing it back already
-        child.is_up, child.restarts = False, child.restarts + 1
-        await child.down(reason)
+# %% ../nbs/21_supervisor.ipynb #07da1b65
+@patch
+async def _bury(self: Supervisor, child: Child, reason: str, died: bool):
+    if not (died and child.max_restarts): await self.kill(child) # else Ray is bringing it back already
+    child.is_up, child.restarts = False, child.restarts + 1
+    await child.down(reason)
 
-    async def take_along(self, label: str):
-        "End a child because another one has died, without which it is nothing"
-        child = self.children[label]
-        child.taken = True
-        await self.kill(child)
+@patch
+async def take_along(self: Supervisor, label: str):
+    "End a child because another one has died, without which it is nothing"
+    child = self.children[label]
+    child.taken = True
+    await self.kill(child)
 
-    async def kill(self, child: Child, why: str = ''):
-        "End its process now (it may hang, so it is not asked)"
-        import ray
-        child.why = why
-        if child.handle is not None: await asyncio.to_thread(ray.kill, child.handle, no_restart=child.max_restarts == 0)
+@patch
+async def kill(self: Supervisor, child: Child, why: str = ''):
+    "End its process now (it may hang, so it is not asked)"
+    import ray
+    child.why = why
+    if child.handle is not None: await asyncio.to_thread(ray.kill, child.handle, no_restart=child.max_restarts == 0)
 
-    async def dismiss(self, label: str, grace_s: float = 5.):
-        "A planned end of one child"
-        child = self.children.pop(label, None)
-        if child is None: return
-        self.tasks.pop(label).cancel()
-        if child.handle is None: return
-        if await _farewell(child, grace_s) is not None or not child.family: await self.kill(child)
+# %% ../nbs/21_supervisor.ipynb #1d0e240c
+@patch
+async def dismiss(self: Supervisor, label: str, grace_s: float = 5.):
+    "A planned end of one child"
+    child = self.children.pop(label, None)
+    if child is None: return
+    self.tasks.pop(label).cancel()
+    if child.handle is None: return
+    if await _farewell(child, grace_s) is not None or not child.family: await self.kill(child)
 
-    async def end(self, keep: tuple[str, ...] = (), grace_s: float = 5.) -> list[str]: # complaints
-        "A planned end: ask each child to stop, then make sure; who belongs to a kept pool lives on, unless it hangs"
-        self.ending = True
-        ending = [c for c in self.children.values() if c.role not in keep]
-        for c in ending: self.tasks[c.label].cancel() # first: nothing is born any more
-        going = [c for c in ending if c.handle is not None]
-        said = await asyncio.gather(*(_farewell(c, grace_s) for c in going), return_exceptions=True)
-        for c, answer in zip(going, said):
-            if not c.family or answer is not None: await self.kill(c)
-        return [f'{c.label} did not end well: {_reason(e)}' for c, e in zip(going, said) if isinstance(e, Exception)]
+@patch
+async def end(self: Supervisor, keep: tuple[str, ...] = (), grace_s: float = 5.) -> list[str]: # complaints
+    "A planned end: ask each child to stop, then make sure; who belongs to a kept pool lives on, unless it hangs"
+    self.ending = True
+    ending = [c for c in self.children.values() if c.role not in keep]
+    for c in ending: self.tasks[c.label].cancel() # first: nothing is born any more
+    going = [c for c in ending if c.handle is not None]
+    said = await asyncio.gather(*(_farewell(c, grace_s) for c in going), return_exceptions=True)
+    for c, answer in zip(going, said):
+        if not c.family or answer is not None: await self.kill(c)
+    return [f'{c.label} did not end well: {_reason(e)}' for c, e in zip(going, said) if isinstance(e, Exception)]
 
+# %% ../nbs/21_supervisor.ipynb #202ce144
 async def _farewell(child: Child, grace_s: float):
     try: await asyncio.wait_for(child.farewell(child.handle), grace_s)
     except asyncio.TimeoutError: return 'it hangs' # and is killed next

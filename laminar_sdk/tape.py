@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any
 
 import msgspec
+from fastcore.basics import patch
 
 from .core import events as ev
 
@@ -46,44 +47,6 @@ class Tape:
             if self.digest is not None: self.digest.add(record)
         return record
 
-    async def glance(self) -> bytes:
-        "The past as far as it can be seen, as one msgpack block; what is on the disk is read once, in a thread"
-        from laminar_sdk.data.recorder import read
-        from laminar_sdk.notebook.digest import Digest
-        if self.digest is None:
-            self.flush()
-            made = await asyncio.to_thread(self._digested, Digest(), read)
-            for r in self.recorder.since(made.seq, 1 << 40): made.add(r) # meanwhile
-            self.digest = made
-        return msgspec.msgpack.encode(self.digest.records())
-
-    def _digested(self, d, read):
-        for r in read(self.recorder.folder/'run'): d.add(r)
-        return d
-
-    async def since(self, seq: int, max_items: int, wait_s: float) -> bytes:
-        "Observations after `seq` as one msgpack block; waits for the first"
-        await self._news(seq, wait_s)
-        few = min(max_items, self.recorder.seq('run') - seq) <= AT_ONCE
-        if few and self.recorder.remembers(seq): return msgspec.msgpack.encode(self.recorder.since(seq, max_items))
-        self.flush()
-        async with self.reading: return await asyncio.to_thread(self._read_back, seq, max_items)
-
-    async def _news(self, seq: int, wait_s: float):
-        "Return when there is something after `seq`, or the time is up"
-        deadline, self.waiting = time.monotonic() + wait_s, self.waiting + 1
-        try:
-            while self.recorder.seq('run') <= seq and (left := deadline - time.monotonic()) > 0:
-                self.news.clear()
-                try: await asyncio.wait_for(self.news.wait(), left)
-                except asyncio.TimeoutError: break
-        finally: self.waiting -= 1
-
-    def _read_back(self, seq: int, max_items: int) -> bytes:
-        from laminar_sdk.data.recorder import read
-        found = [_encode(r) for r in islice(read(self.recorder.folder/'run', seq), max_items)] # one by one: the event loop has its turn in between
-        return b'\xdd' + len(found).to_bytes(4, 'big') + b''.join(found)
-
     def all(self) -> list[ev.Record]:
         "Every observation so far"
         return self.recorder.since(0, 1 << 40)
@@ -94,6 +57,52 @@ class Tape:
         if not self.closed: self.recorder.close()
         self.closed = True
 
+# %% ../nbs/22a_tape.ipynb #5e449c07
+@patch
+async def since(self: Tape, seq: int, max_items: int, wait_s: float) -> bytes:
+    "Observations after `seq` as one msgpack block; waits for the first"
+    await self._news(seq, wait_s)
+    few = min(max_items, self.recorder.seq('run') - seq) <= AT_ONCE
+    if few and self.recorder.remembers(seq): return msgspec.msgpack.encode(self.recorder.since(seq, max_items))
+    self.flush()
+    async with self.reading: return await asyncio.to_thread(self._read_back, seq, max_items)
+
+@patch
+async def _news(self: Tape, seq: int, wait_s: float):
+    "Return when there is something after `seq`, or the time is up"
+    deadline, self.waiting = time.monotonic() + wait_s, self.waiting + 1
+    try:
+        while self.recorder.seq('run') <= seq and (left := deadline - time.monotonic()) > 0:
+            self.news.clear()
+            try: await asyncio.wait_for(self.news.wait(), left)
+            except asyncio.TimeoutError: break
+    finally: self.waiting -= 1
+
+@patch
+def _read_back(self: Tape, seq: int, max_items: int) -> bytes:
+    from laminar_sdk.data.recorder import read
+    found = [_encode(r) for r in islice(read(self.recorder.folder/'run', seq), max_items)] # one by one: the event loop has its turn in between
+    return b'\xdd' + len(found).to_bytes(4, 'big') + b''.join(found)
+
+# %% ../nbs/22a_tape.ipynb #8e2115c0
+@patch
+async def glance(self: Tape) -> bytes:
+    "The past as far as it can be seen, as one msgpack block; what is on the disk is read once, in a thread"
+    from laminar_sdk.data.recorder import read
+    from laminar_sdk.notebook.digest import Digest
+    if self.digest is None:
+        self.flush()
+        made = await asyncio.to_thread(self._digested, Digest(), read)
+        for r in self.recorder.since(made.seq, 1 << 40): made.add(r) # meanwhile
+        self.digest = made
+    return msgspec.msgpack.encode(self.digest.records())
+
+@patch
+def _digested(self: Tape, d, read):
+    for r in read(self.recorder.folder/'run'): d.add(r)
+    return d
+
+# %% ../nbs/22a_tape.ipynb #39646a0b
 def header(config: Any # `RunConfig`
           ) -> dict:
     "What a replay needs to be the same"

@@ -18,7 +18,7 @@ def printed(output):
 def block(cell):
     "One cell as Markdown; `#|` lines are for nbdev, not for readers"
     source = ''.join(cell['source'])
-    if cell['cell_type'] == 'markdown': return source.strip().replace('](images/', '](nbs/images/') # the README lies one folder up
+    if cell['cell_type'] == 'markdown': return source.strip().replace('](images/', '](nbs/images/').replace('](../', '](') # the README lies one folder up
     lines = source.splitlines()
     if '#| hide' in lines: return ''
     code = '\n'.join(line for line in lines if not line.startswith('#|')).strip()

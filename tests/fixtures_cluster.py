@@ -52,14 +52,14 @@ def apart_head(laminar_home):
     with (folder/'log').open('w') as log: head = subprocess.Popen(command, env=env, cwd='/', start_new_session=True, stdout=log, stderr=log)
     yield SimpleNamespace(process=head, folder=folder, address=f'127.0.0.1:{port}', client_address=f'ray://127.0.0.1:{client_port}', token_path=folder/'token')
     head.terminate()
-    try: head.wait(20)
+    try: head.wait(60)
     except subprocess.TimeoutExpired: os.killpg(head.pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope='session')
 def apart(apart_head):
     "A cluster that was started apart, reachable by address and by ray://"
-    until = time.monotonic() + 100
+    until = time.monotonic() + 200
     while not (apart_head.folder/'r'/'ray_current_cluster').exists():
         assert apart_head.process.poll() is None and time.monotonic() < until, (apart_head.folder/'log').read_text()[-2000:]
         time.sleep(.1)

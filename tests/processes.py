@@ -15,7 +15,7 @@ def alive(home: str) -> dict[int, str]: # pid → command
     return found
 
 
-def end_leftovers(home: str, patience_s: float = 10) -> dict[int, str]: # those that had to be killed
+def end_leftovers(home: str, patience_s: float = 30) -> dict[int, str]: # those that had to be killed
     "Waits for processes that are on their way out, kills the others"
     until = time.monotonic() + patience_s
     while (left := alive(home)) and time.monotonic() < until: time.sleep(0.2)

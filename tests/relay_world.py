@@ -140,7 +140,7 @@ class World:
         for host in range(n): self._live(host)
 
     def __enter__(self):
-        self.until(lambda: self.ready and all(life.address for life in self.lives.values()), 30)
+        self.until(lambda: self.ready and all(life.address for life in self.lives.values()), 90)
         return self
 
     def __exit__(self, *_):
@@ -250,10 +250,10 @@ class World:
     def launch(self, form):
         "Publish a version, and let it get half-way"
         version = self.publish(form)
-        self.until(lambda: self.answered(version), 10)
+        self.until(lambda: self.answered(version), 30)
         self.pump(.04)
 
-    def deliver(self, form, *hosts, timeout_s=5.):
+    def deliver(self, form, *hosts, timeout_s=20.):
         "Publish, and wait until these, or all, have it; the seconds it took"
         version = self.publish(form)
         return self.until(lambda: version in self.digests and all(self.lives[h].newest >= version for h in hosts or self.lives), timeout_s, f'version {version}')

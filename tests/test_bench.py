@@ -59,10 +59,10 @@ def test_relay(namespaces):
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize('sig', [signal.SIGINT, signal.SIGKILL])
 def test_relay_ends_and_nothing_is_left(namespaces, sig):
-    p = subprocess.Popen([sys.executable, '-m', 'laminar_sdk.cli', 'bench', 'relay', '--hosts', '2', '--mb', '8', '--mbit', '8', '--no-ray'],
+    p = subprocess.Popen([sys.executable, '-m', 'laminar_sdk.cli', 'bench', 'relay', '--hosts', '2', '--mb', '4', '--mbit', '8', '--no-ray'],
                          stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
-        while 'chain (1 of 3)' not in (line := p.stderr.readline()): assert line # the plain stream takes 8 s: we are in the middle of it
+        while 'chain (1 of 3)' not in (line := p.stderr.readline()): assert line # the plain stream takes 4 s, and so does the chain: we are in the middle of it
         folder, = folders(p.pid)
         there = members(folder.name)
         spaces = {os.readlink(f'/proc/{process.pid}/ns/net') for process in there}

@@ -31,7 +31,7 @@ def python(script: str, cwd=None) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, '-c', textwrap.dedent(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=cwd)
 
 
-def wait_for(what, timeout_s=30.):
+def wait_for(what, timeout_s=60.):
     until = time.monotonic() + timeout_s
     while not (found := what()) and time.monotonic() < until: time.sleep(.1)
     assert found, f'not within {timeout_s} s: {what}'
@@ -82,7 +82,7 @@ def test_another_user_interface_to_it_needs_its_token(cluster, disconnected):
     started = time.monotonic()
     with pytest.raises(ClusterError, match='refuses the token'): Cluster.attach(cluster.address, token='guess')
     with pytest.raises(ClusterError, match='none was given'): Cluster.attach(cluster.address, token='')
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 18 # Ray itself takes 20
     with Cluster.attach(cluster.address) as found: # its record knows the token
         assert len(found.hosts) == 2 and not found.ship
         with pytest.warns(UserWarning, match='attached to'): found.shutdown()
@@ -99,7 +99,7 @@ def test_a_child_of_a_process_that_was_logged_in_can_close(cluster):
     "It inherits that a token is needed, and not the token"
     child = python(f"from laminar_sdk.cluster import Cluster; c = Cluster.attach({cluster.address!r}); print(len(c.hosts)); c.close(); print('closed')")
     child.stdin.close()
-    assert child.stdout.read() == '2\nclosed\n' and child.wait(20) == 0
+    assert child.stdout.read() == '2\nclosed\n' and child.wait(60) == 0
 
 
 # --- a cluster that was started apart ---
@@ -126,7 +126,7 @@ def test_a_token_that_is_wrong_is_named_as_such(apart, disconnected, monkeypatch
     monkeypatch.setenv('HOME', '/nowhere')
     started = time.monotonic()
     with pytest.raises(ClusterError, match=word): Cluster.attach(both(apart)[kind], token=token)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 18 # Ray itself takes 20
 
 
 def test_one_process_one_cluster(cluster, apart, disconnected):
@@ -147,7 +147,7 @@ def test_an_address_that_is_not_there(disconnected):
         mute.bind(('127.0.0.1', 0))
         mute.listen()
         with pytest.raises(ClusterError, match='no Ray head answers'): Cluster.attach(f'127.0.0.1:{mute.getsockname()[1]}')
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 60
 
 
 # --- starts and ends ---
@@ -167,9 +167,9 @@ def test_two_starts_at_once_give_one_cluster_and_shutdown_leaves_no_trace(cluste
     assert one.stdout.readline() == two.stdout.readline()
     record = embedded.load('pair')
     assert len(users(record.address, record.token)) == 2
-    one.communicate('end\n', timeout=60)
+    one.communicate('end\n', timeout=120)
     assert_no_trace(record)
-    assert 'has ended' in two.communicate('look\n', timeout=60)[0] and two.returncode == 0
+    assert 'has ended' in two.communicate('look\n', timeout=120)[0] and two.returncode == 0
     assert embedded.lives(cluster.record) and psutil.pid_exists(cluster.record.watcher)
 
 
@@ -180,7 +180,7 @@ def test_a_start_that_ends_half_way_gives_everything_back(how):
     record = wait_for(lambda: (r := embedded.load(name)) and r.head and r)
     assert wait_for(lambda: embedded.members(record.mark))
     starter.send_signal(how)
-    starter.communicate(timeout=60)
+    starter.communicate(timeout=120)
     wait_for(lambda: embedded.load(name) is None and not psutil.pid_exists(record.watcher))
     assert_no_trace(record)
 
@@ -237,7 +237,7 @@ def notebook(laminar_home):
         cluster = Cluster.local('notebook', cpus=1, idle_timeout_s=3)
         actor = cluster.spawn(Run, name='night/run/0')
         assert cluster.connect().get(actor.step.remote(), timeout=60) == 7
-    '''), timeout=110, store_history=False)
+    '''), timeout=240, store_history=False)
     assert reply['content']['status'] == 'ok', reply['content']
     yield kernel, client, embedded.load('notebook')
     client.stop_channels()

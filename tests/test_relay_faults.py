@@ -50,13 +50,13 @@ def trial(w, who, rng):
     host = WHO[who](w.core.order)
     before, rest = w.lives[host], others(w, host)
     w.kill(host)
-    w.until(lambda: w.lives[host] is not before, 5, 'a death heard')
+    w.until(lambda: w.lives[host] is not before, 20, 'a death heard')
     for _ in range(rng.randrange(4)): w.publish(rng.choice(['full', 'delta'])), w.pump(rng.uniform(0, .2))
     last = w.publish('delta')
-    w.until(lambda: w.answered(last), 20, 'an answer of the actor')
-    survivors = w.until(w.have(*rest), 20, 'the newest version on every survivor')
+    w.until(lambda: w.answered(last), 40, 'an answer of the actor')
+    survivors = w.until(w.have(*rest), 40, 'the newest version on every survivor')
     w.same(*rest)
-    everybody = survivors + w.until(w.have(), 20, 'the newest version also on the restarted relay')
+    everybody = survivors + w.until(w.have(), 40, 'the newest version also on the restarted relay')
     w.same()
     return survivors, everybody
 
@@ -103,15 +103,15 @@ def stop(w, seconds, patience_s):
     stopped, later = time.monotonic(), []
     around = w.until(w.have(*rest), patience_s, 'a chain around who is stopped')
     while not later or time.monotonic() < stopped + seconds:
-        later.append(w.deliver('delta', *rest, timeout_s=2))
+        later.append(w.deliver('delta', *rest, timeout_s=6))
         w.pump(.3)
     w.kill(host, signal.SIGCONT)
-    back = w.until(w.have(), 10, 'what it missed')
+    back = w.until(w.have(), 40, 'what it missed')
     w.same()
     assert w.lives[host] is life and {'Suspect', 'Readmit'} <= {type(c).__name__ for c in w.did}
     return dict(around_s=around, later_s=max(later), back_s=back)
 
-def test_a_relay_is_stopped_and_goes_on(w, figures): figures |= stop(w, 2.5, 4)
+def test_a_relay_is_stopped_and_goes_on(w, figures): figures |= stop(w, 2.5, 15)
 
 @pytest.mark.long
 def test_a_relay_is_stopped_for_twelve_seconds(short, figures):
@@ -127,17 +127,17 @@ def test_a_rollout_pulls_from_a_neighbour(w, figures):
         wheres = ['tcp://{}:{}'.format(*w.wires[h].address) for h in hosts]
         return subprocess.Popen([sys.executable, relay_world.__file__, 'borrow', str(version), str(w.key), *wheres], stdout=subprocess.PIPE, text=True)
     w.kill(away, signal.SIGSTOP)
-    figures |= dict(plain=(got := json.loads(borrows(first).communicate(timeout=20)[0])))
+    figures |= dict(plain=(got := json.loads(borrows(first).communicate(timeout=60)[0])))
     assert got['digest'] == w.digests[version] and not got['left']
     w.wires[first].back = 4e6 # two seconds for the version
     before, gave, rollout = w.lives[first], w.wires[first].gave, borrows(first, second)
-    w.until(lambda: w.wires[first].gave > gave + 2*MB, 10, 'the version on its way')
+    w.until(lambda: w.wires[first].gave > gave + 2*MB, 40, 'the version on its way')
     w.kill(first)
-    figures |= dict(killed=(got := json.loads(rollout.communicate(timeout=20)[0])))
+    figures |= dict(killed=(got := json.loads(rollout.communicate(timeout=60)[0])))
     w.wires[first].back = None
     assert got['digest'] == w.digests[version] and 'did not come from' in got['tries'][0][1]
     w.kill(away, signal.SIGCONT)
-    w.until(lambda: w.lives[first] is not before and w.have()(), 20, 'everybody back')
+    w.until(lambda: w.lives[first] is not before and w.have()(), 40, 'everybody back')
 
 def test_half_open_connection(w, figures):
     "A host vanishes in the middle of a version: nothing is closed, nothing comes, nobody says so"
@@ -146,11 +146,11 @@ def test_half_open_connection(w, figures):
     w.launch('full')
     w.wires[host].freeze()
     w.lives[host].deaf = True
-    figures['others_s'] = w.until(w.have(*rest), 4, 'the version on the others')
-    for _ in range(2): w.deliver('delta', *rest, timeout_s=2)
+    figures['others_s'] = w.until(w.have(*rest), 15, 'the version on the others')
+    for _ in range(2): w.deliver('delta', *rest, timeout_s=6)
     w.wires[host].heal()
     w.lives[host].deaf = False
-    figures['healed_s'] = w.until(w.have(), 8, 'what it missed')
+    figures['healed_s'] = w.until(w.have(), 40, 'what it missed')
     w.same()
 
 def cut(w, seconds):
@@ -159,14 +159,14 @@ def cut(w, seconds):
     rest, late = others(w, host), []
     w.launch('full')
     w.wires[host].sever()
-    first = w.until(w.have(*rest), w.core.progress_s + 3, 'the version on the others')
+    first = w.until(w.have(*rest), w.core.progress_s + 15, 'the version on the others')
     end = time.monotonic() + seconds
     while not late or time.monotonic() < end:
-        late.append(w.deliver('delta', *rest, timeout_s=2))
+        late.append(w.deliver('delta', *rest, timeout_s=6))
         w.pump(.3)
     order, failed = w.core.order, len(w.core.failed)
     w.wires[host].heal()
-    healed = w.until(w.have(), 8, 'what it missed')
+    healed = w.until(w.have(), 40, 'what it missed')
     w.same()
     w.core.failed.clear() # for the tests that follow: forgiven
     assert order[-1] == host
@@ -183,10 +183,10 @@ def test_a_slow_hop_holds_up_nobody_before_it(w, figures):
     for name, rate in dict(usual=RATE, slow=4e6).items():
         w.wires[slow].rate = rate
         times[name] = []
-        for _ in range(4): times[name].append(w.deliver('full', first, second, timeout_s=3)), w.pump(.1)
+        for _ in range(4): times[name].append(w.deliver('full', first, second, timeout_s=10)), w.pump(.1)
     behind = w.published[-1] - w.lives[last].newest
     w.wires[slow].rate = RATE
-    caught_up = w.until(w.have(), 8, 'the newest version behind the slow hop')
+    caught_up = w.until(w.have(), 40, 'the newest version behind the slow hop')
     w.same()
     figures |= dict(usual_s=statistics.median(times['usual']), slow_s=statistics.median(times['slow']), versions_behind=behind, caught_up_s=caught_up)
     assert behind >= 2 and figures['slow_s'] < max(2*figures['usual_s'], .5) and not w.core.failed
@@ -199,8 +199,8 @@ def test_a_flipped_bit_on_the_wire(w, form, figures):
     host, wire = w.core.order[1], w.wires[w.core.order[1]]
     w.deliver('delta') # what it holds is what the head builds on
     before, wire.flip, flipped = w.stats(host)['came_in'], dict(full=3*MB, delta=20_000)[form], wire.flipped
-    figures['seconds'] = w.deliver(form, timeout_s=8)
-    w.pump(.1) # what it says of it
+    figures['seconds'] = w.deliver(form, timeout_s=30)
+    w.until(lambda: all(any(v == w.published[-1] for _, v, _ in w.lives[h].failures) for h in w.core.order[:2]), 20, 'what they say of it')
     w.same()
     came = {k: n - before[k] for k, n in w.stats(host)['came_in'].items()}
     figures['failures'] = [str(f) for h in w.core.order[:2] for f in w.lives[h].failures]
@@ -234,9 +234,9 @@ def test_strangers_get_nothing_and_disturb_nobody(w, figures):
         while not done.is_set(): heard.append(knock(life.address, rng.choice(says)))
     crowd = [threading.Thread(target=bother) for _ in range(3)]
     for t in crowd: t.start()
-    try: times = [w.deliver(form, timeout_s=4) for form in ('full', 'delta', 'delta', 'full', 'delta')]
+    try: times = [w.deliver(form, timeout_s=20) for form in ('full', 'delta', 'delta', 'full', 'delta')]
     finally: done.set(); [t.join(10) for t in crowd]
-    w.until(lambda: w.stats(host)['failures'].get('stranger', 0) >= len(heard), 3, 'all strangers counted')
+    w.until(lambda: w.stats(host)['failures'].get('stranger', 0) >= len(heard), 20, 'all strangers counted')
     stats = w.stats(host)
     figures |= dict(strangers=len(heard), slowest_s=max(times), grew_kb=rss_kb(life.p.pid) - before, told=sum(what == 'stranger' for what, *_ in life.failures))
     assert len(heard) > 10 and max(map(len, heard)) <= 8 + 32 # a greeting and a number, no proof
@@ -276,11 +276,11 @@ def test_a_hundred_chained_deltas_while_readers_hold_old_ones(w, figures):
             w.deliver('delta')
             with client.pull() as p: seen.append((p.version, w.digest(p)))
     assert w.published[-1] == last and seen == [(v, w.digests[v]) for v in range(last - 99, last + 1)]
-    told = [json.loads(r.communicate(timeout=20)[0]) for r in readers]
+    told = [json.loads(r.communicate(timeout=60)[0]) for r in readers]
     came = {k: n - before[k] for k, n in w.stats(tail)['came_in'].items()}
     figures |= dict(came, seconds=time.monotonic() - began, read=[r['read'] for r in told], held_for=[r['held_for'] for r in told])
     assert came['delta'] == 100 and came['full'] == 0 and all(r['torn'] == 0 and r['held_for'] >= 3 for r in told)
-    w.until(lambda: w.stats(tail)['holders'] == 0, 3, 'everything given back')
+    w.until(lambda: w.stats(tail)['holders'] == 0, 20, 'everything given back')
     assert w.stats(tail)['segments'] <= 3 + 4*2
 
 # ---------------------------------------------------------------- memory
@@ -304,9 +304,9 @@ def test_the_spool_stays_within_its_bound(short, monkeypatch, figures):
         a.set_peers([to_b.address], 2), b.set_peers([to_c.address])
         with RelayClient(a.socket_path) as client:
             publish(client, 0)
-            assert c.shelf.wait(0, 10) == 0
+            assert c.shelf.wait(0, 40) == 0
             bits[rng.integers(0, bits.size, 600_000)] += 1
-            to_b.rate, most, whole, end = .8e6, 0, True, time.monotonic() + 15
+            to_b.rate, most, whole, end = .8e6, 0, True, time.monotonic() + 40
             to_c.freeze()
             publish(client, 1)
             while b.shelf.store.newest < 1 and time.monotonic() < end:
@@ -314,7 +314,7 @@ def test_the_spool_stays_within_its_bound(short, monkeypatch, figures):
                 with b.shelf.changed: spools = [i.spool for i in b.shelf.store.images if i.spool and len(i.spool.blocks) > 1]
                 most, whole = max([most, *(s.nbytes for s in spools)]), whole and all(s.whole for s in spools)
                 if not whole: to_c.heal()
-            assert c.shelf.wait(1, 10) == 1 and bytes(c.shelf.open().bytes) == bits.tobytes()
+            assert c.shelf.wait(1, 40) == 1 and bytes(c.shelf.open().bytes) == bits.tobytes()
         figures |= dict(most=most, b=b.shelf.traffic, c=c.shelf.traffic, said=[str(f) for f in told])
         assert not whole and 0 < most <= bound and b.shelf.traffic['delta'] == 1 and c.shelf.traffic['full'] == 2
         assert ['are gone' in f.reason for f in told if f.what == 'push'] == [True] and not any('checksum' in f.reason for f in told)
@@ -325,7 +325,7 @@ def test_a_relay_without_room_says_how_much_and_holds_up_nobody(short, figures):
     with World(short/'room', 3, mb=2, args={1: ['--max-bytes', 1_000_000]}) as w:
         w.core._arrange([0, 1, 2]) # they joined as fast as they could
         w.launch('full')
-        figures['others_s'] = w.until(w.have(0, 2), w.core.progress_s + 5, 'the version on the others')
+        figures['others_s'] = w.until(w.have(0, 2), w.core.progress_s + 20, 'the version on the others')
         small = w.lives[1]
         assert any(what == 'receive' and '2,000,000 bytes; this relay takes up to max_bytes=1,000,000' in reason for what, _, reason in small.failures)
         w.same(0, 2)

@@ -243,7 +243,7 @@ def test_an_engine_that_aborts_by_itself_and_one_that_refuses():
         assert await run == 'abort' and loop.turns.todo == 'generate'
         long = a_loop(engine, Turns(codec.encode('3+8=' * 400), 40, describe(Steps())), pool, [], id=8)
         with pytest.raises(RequestRefused): await long.run()
-    in_a_loop(Steps(), story, step_s=.002)
+    in_a_loop(Steps(), story, step_s=.05)
 
 
 def test_a_pool_that_was_lost():
@@ -263,7 +263,7 @@ def test_a_pool_that_was_lost():
                 assert await a_loop(engine, t, new, [], env=Env(), key='7.2').run() == outcome
                 assert (t.failed, new.replayed) == (('', 1) if deterministic else ('env_lost', 0))
             finally: await new.stop()
-        in_a_loop(Env(), story, step_s=.001)
+        in_a_loop(Env(), story, step_s=.03)
 
 
 def test_on_a_real_engine_is_in_another_file():

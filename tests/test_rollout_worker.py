@@ -120,7 +120,7 @@ def test_a_report_never_mixes_versions():
 def test_the_number_of_reports_follows_time_not_tokens():
     async def run():
         receiver, began = Receiver(), time.monotonic()
-        async with working(receiver, Held(step_s=.002, max_num_seqs=64, answer=forever(60)), interval_s=.05) as w:
+        async with working(receiver, Held(step_s=.01, max_num_seqs=64, answer=forever(60)), interval_s=.05) as w:
             await w.wave(1, 1, '', [item(t, n=60) for t in range(64)])
             await until(lambda: len(receiver.ended()) == 64)
         assert len(receiver.reports) <= (time.monotonic() - began) / .05 + 3
@@ -202,7 +202,7 @@ def test_a_new_wave_cuts_what_is_left_and_more_joins_only_its_own_version():
 def test_another_version_between_two_tokens():
     async def run():
         receiver = Receiver()
-        async with working(receiver, Held(step_s=.001, answer=forever())) as w:
+        async with working(receiver, Held(step_s=.004, answer=forever())) as w:
             await w.wave(1, 1, '', [item(1, n=200)])
             await until(lambda: (1, 1) in receiver.seen and len(receiver.seen[1, 1]) > 5)
             await w.switch(1, 2, '')
@@ -364,13 +364,13 @@ def test_the_emulated_engine_pulls_from_a_real_relay():
                 await until(lambda: len(receiver.ended()) == 2)
             assert {k[0]: t.version for k, t in receiver.seen.items()} == {1: 1, 3: 2}
             assert [type(e) for e in receiver.events] == [WaveStarted, PullFailed, WaveStarted] and 'version 0' in receiver.events[1].reason
-            assert relay.shelf.stats()['holders'] == 0 # a pull that is over holds nothing
+            await until(lambda: relay.shelf.stats()['holders'] == 0) # a pull that is over holds nothing
     with tempfile.TemporaryDirectory(prefix='lmr-') as home: go(run(Path(home)))
 
 
 def test_emulated_engine_seats_and_cache():
     async def run():
-        engine = EmulatedEngine(step_s=.002, max_num_seqs=4, kv_tokens=100, answer=forever(20))
+        engine = EmulatedEngine(step_s=.015, max_num_seqs=4, kv_tokens=100, answer=forever(20))
         await engine.start()
         async def one(i): return [c async for c in engine.generate(GenerationRequest(i, np.full(10, 4, np.int32), 20))]
         tasks = [asyncio.create_task(one(i)) for i in range(10)]

@@ -71,6 +71,27 @@ def test_every_folder_is_a_room():
     assert {module.split('.')[0] for module in MODULES if '.' in module} <= ROOMS
 
 
+def ours(module: str) -> set[str]:
+    "The modules that a module imports, also inside functions"
+    found = set()
+    for name, _ in imported(ast.parse(MODULES[module].read_text()), ['laminar_sdk', *module.split('.')[:-1]]):
+        parts = name.split('.')[1:] if name.startswith('laminar_sdk.') else []
+        found |= {'.'.join(parts[:n]) for n in range(1, len(parts) + 1)} & MODULES.keys()
+    return found - {module}
+
+
+def circles(graph: dict[str, set[str]]) -> set[str]:
+    "What is left when modules that import nothing more are taken away, again and again, and those that nothing imports"
+    while free := [m for m in graph if not graph[m]] or [m for m in graph if not any(m in x for x in graph.values())]:
+        graph = {m: x - {*free} for m, x in graph.items() if m not in free}
+    return {*graph}
+
+
+def test_no_modules_import_each_other():
+    assert circles(dict(a={'b', 'c'}, b={'c'}, c={'b'}, d=set())) == {'b', 'c'} and circles(dict(a={'b'}, b=set())) == set()
+    assert circles({module: ours(module) for module in MODULES}) == set()
+
+
 @pytest.mark.parametrize('module', MODULES)
 def test_no_module_is_long(module):
     lines = [line for line in MODULES[module].read_text().splitlines() if not line.startswith('# %%')] # the borders of cells

@@ -2,7 +2,7 @@
 
 The session's embedded cluster serves the file. Each test has a run of its own.
 """
-import os, random, signal, subprocess, sys, time
+import json, os, random, signal, subprocess, sys, time
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ from laminar_sdk.core.config import GRPO, Buffer, Curriculum, Eval, Mixture, Rew
 from laminar_sdk.core.errors import ConfigError, MissingError, RunError
 from laminar_sdk.past_run import PastRun
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(480)]
 STEPS, P, G = 4, 2, 2
 
 
@@ -217,22 +217,30 @@ def test_a_reward_that_sometimes_fails_costs_only_those_groups(cluster, model, t
     def moody(prompts, completions, **kw):
         a, b = prompts[0][0], prompts[0][2]
         return (wrong.get(a, length) if b in '01' else length)(completions)
-    run = start(cluster, model, tmp_path, 'moody', reward=Reward(fn=moody, timeout_s=1.0), steps=8)
+    run = start(cluster, model, tmp_path, 'moody', reward=Reward(fn=moody, timeout_s=1.0), steps=8, sampling=Sampling(max_tokens=40, stop=['=', '1']))
     s, counts, seen = finish(run)
     assert counts['train']['trained'] == 8 * P * G and counts['train']['failed'] % G == 0 and counts['train']['failed'] > 0
     from laminar_sdk.data.journal import Journal
     from laminar_sdk.scheduling.books import TrajectoryRow
     reasons = {row.reason for row in Journal(Path(s['run_dir'])/'ledger.sqlite', read_only=True).rows(TrajectoryRow) if row.state == 'failed'}
     assert reasons <= {'reward_error', 'reward_timeout', 'reward_nan', 'reward_shape'} and len(reasons) >= 2, reasons
+    strings_end_an_answer(run.trajectories(100))
 
 
-def test_groups_of_one_equal_rewards_tensors_few_prompts_and_one_too_long(cluster, model, tmp_path):
+def strings_end_an_answer(rows):
+    ends = {r['response'][-1] for r in rows if r['response_ids'][-1] != 1 and r['finish_reason'] == 'stop'}
+    assert ends == {'=', '1'} and not any(c in r['response'][:-1] for r in rows for c in '=1') and all(all(r['loss_mask']) for r in rows)
+
+
+def test_groups_of_one_equal_rewards_tensors_few_prompts_one_too_long_and_a_tracker_that_fails(cluster, model, tmp_path):
     rows = [dict(prompt='1+2='), dict(prompt='1+' * 60 + '1=')] # fewer than a batch
-    run = start(cluster, model, tmp_path, 'one', reward=tensor, group=1, steps=2, prompts=rows)
+    run = start(cluster, model, tmp_path, 'one', reward=tensor, group=1, steps=2, prompts=rows, trackers={'tensorboard': dict(no_such_argument=1)})
     _, counts, seen = finish(run)
     assert counts['train']['trained'] == 2 * P
     assert all(abs(e.event.metrics['loss']) < 1e-6 for e in seen if isinstance(e.event, ev.StepDone))
     assert any('1 prompts are longer' in t for t in notices(seen)), notices(seen)
+    assert any('trackers (tensorboard)' in t for t in notices(seen)) # a notice and no more
+    assert sum(n for r in seen if isinstance(r.event, ev.WorkSeen) for *_, n in r.event.ended) >= 2 * P # every answer that was scored is counted
 
 
 KEPT = dict(engine=dict(keep=True, step_s=.006), replicas=1)
@@ -292,13 +300,20 @@ def serves_again(cluster, model, tmp_path, kept):
 
 def test_stopped_then_resumed_from_its_folder(cluster, model, tmp_path):
     from laminar_sdk.run import Run
-    run = start(cluster, model, tmp_path, 'again', steps=8)
+    run = start(cluster, model, tmp_path, 'again', steps=14)
     running(run, 3)
     folder = run.status()['run_dir']
     run.stop()
+    config = Path(folder)/'config.json'
+    old = json.loads(config.read_text())
+    old['engine'], = old.pop('engines') # as before there were pools of several kinds
+    for new in ('format', 'code_version', 'transport', 'trackers', 'kinds', 'mixture'): old.pop(new)
+    config.write_text(json.dumps(old | dict(stepz=3)))
+    with pytest.raises(ConfigError, match="'stepz' that nobody knows here; did you mean 'steps'"): Run.resume(folder, cluster)
+    config.write_text(json.dumps(old))
     back = Run.resume(folder, cluster)
     s, counts, seen = finish(back)
-    assert counts['train']['trained'] == 8 * P * G and s['run_dir'] == folder
+    assert counts['train']['trained'] == 14 * P * G and s['run_dir'] == folder
 
 
 def interrupt(cluster, model, folder, n, seed):
@@ -325,7 +340,7 @@ def interrupt(cluster, model, folder, n, seed):
     return hit
 
 
-def test_interrupted_fit_leaves_no_actor(cluster, model, tmp_path): interrupt(cluster, model, tmp_path, 3, seed=1)
+def test_interrupted_fit_leaves_no_actor(cluster, model, tmp_path): interrupt(cluster, model, tmp_path, 2, seed=1)
 
 
 @pytest.mark.long

@@ -9,7 +9,7 @@ import pytest
 
 from test_run import finish, model, running, start, until # noqa: F401 (a fixture)
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(480)]
 ROOT = Path(__file__).parent.parent
 
 
@@ -147,12 +147,12 @@ button.on_click(lambda _: pathlib.Path('clicked').touch())
     until(lambda: kernel.value('view.series.state') == 'stopped' or not kernel.value('view.thread.is_alive()'))
 
 
-    for cell in cells(model, tmp_path, 'end', 40): kernel.run(cell)
+    for cell in cells(model, tmp_path, 'end', 24): kernel.run(cell)
     kernel.manager.shutdown_kernel(now=True)
     run = Run.attach(cluster, 'end')
     assert run.status()['state'] in ('starting', 'running')
     _, counts, _ = finish(run)
-    assert counts['train']['trained'] == 40 * 2 * 2
+    assert counts['train']['trained'] == 24 * 2 * 2
     from laminar_sdk.shells import names
     assert names('end/') == names('kernel/') == []
 

@@ -42,6 +42,7 @@ def curve(run, folder):
     s, counts, seen = finish(run)
     steps = [r.event.metrics for r in seen if isinstance(r.event, ev.StepDone)]
     told = [(r.event.step, r.event.accuracy) for r in seen if isinstance(r.event, ev.EvalDone)]
+    assert all(m['staleness_max'] == 0 for m in steps) and counts['train']['trained'] == 5 * 4 * 4
     return {v: checksum for v, (checksum, _) in images(folder).items()}, [{k: m.get(k) for k in ('reward', 'loss', 'grad_norm', 'logprob_gap_max')} for m in steps], told
 
 
@@ -52,11 +53,11 @@ def at_its_own_pace(completions, **kw):
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(480)
 def test_twice_on_an_emulated_engine(cluster, model, tmp_path): # noqa: F811
     from test_run import start
     eval = Eval(prompts=[dict(prompt='1+1=', answer='2')] * 6, every=2, sampling=Sampling(max_tokens=20))
-    a, b = (curve(start(cluster, model, tmp_path, f'emulated-{i}', at_its_own_pace, steps=5, n=4, group=4, replicas=1, eval=eval, schedule='sync'),
+    a, b = (curve(start(cluster, model, tmp_path, f'emulated-{i}', at_its_own_pace, steps=5, n=4, group=4, replicas=1, eval=eval, schedule='sync', colocated=True),
                   tmp_path/f'emulated-{i}') for i in range(2))
     assert len(a[0]) == len(set(a[0].values())) == 6 and a == b
 

@@ -12,7 +12,7 @@ from laminar_sdk.core.errors import ConfigError
 from laminar_sdk.rollout.environment import Environment, Observation, Step
 from test_run import finish, length, model, notices, running, start, until # noqa: F401 (a fixture)
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(480)]
 
 
 class Checks(Environment):
@@ -143,10 +143,3 @@ def test_environments_that_misbehave_cost_their_own_trajectory_and_no_other(clus
     assert reasons['env_error'] >= 2 and reasons['env_timeout'] >= 2 and reasons['env_lost'] >= 2, reasons
     assert not any('no game' in str(r.event) for r in seen) and any('no game today' in line for line in run.logs('environment', 10_000))
 
-
-def test_strings_that_end_an_answer(cluster, model, tmp_path):
-    run = start(cluster, model, tmp_path, 'stops', sampling=Sampling(max_tokens=40, stop=['=', '1']), steps=2)
-    finish(run)
-    rows = run.trajectories(100)
-    ends = {r['response'][-1] for r in rows if r['response_ids'][-1] != 1 and r['finish_reason'] == 'stop'}
-    assert ends == {'=', '1'} and not any(c in r['response'][:-1] for r in rows for c in '=1') and all(all(r['loss_mask']) for r in rows)

@@ -5,7 +5,7 @@ import pytest
 
 from laminar_sdk.core import events as ev
 
-pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.timeout(800)]
 STEPS = 10
 
 
@@ -44,7 +44,7 @@ def test_the_demo_with_a_rollout_and_an_engine_killed(cluster, tmp_path):
     assert by.count(0) > by.count(1) > 0, 'the large one does more'
 
 
-def _at(run, step, seconds=200):
+def _at(run, step, seconds=400):
     deadline = time.monotonic() + seconds
     while (s := run.status())['step'] < step:
         assert time.monotonic() < deadline and s['state'] in ('starting', 'running'), s

@@ -6,9 +6,9 @@ import pytest
 
 from laminar_sdk.core import events as ev
 from laminar_sdk.core.errors import ConfigError, MissingError
-from test_run import finish, model, notices, running, start, until # noqa: F401 (a fixture)
+from test_run import model, running, start, until # noqa: F401 (a fixture)
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(480)]
 
 
 def steps(run): return [r.event for r in run.events(max_items=100_000) if isinstance(r.event, ev.StepDone)]
@@ -59,13 +59,6 @@ def recorded(run_dir): # what TensorBoard has of the reward
     from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
     m = EventMultiplexer().AddRunsFromDirectory(str(Path(run_dir)/'trackers')).Reload()
     return [s for name in m.Runs() if 'train/reward' in m.Runs()[name]['scalars'] for s in m.Scalars(name, 'train/reward')]
-
-
-def test_a_tracker_that_fails_is_a_notice_and_no_more(cluster, model, tmp_path):
-    run = start(cluster, model, tmp_path, 'untracked', trackers={'tensorboard': dict(no_such_argument=1)})
-    _, counts, seen = finish(run)
-    assert counts['train']['trained'] == 4 * 2 * 2 and any('trackers (tensorboard)' in t for t in notices(seen))
-    assert sum(n for r in seen if isinstance(r.event, ev.WorkSeen) for *_, n in r.event.ended) >= 16 # every answer that was scored is counted
 
 
 @pytest.mark.long

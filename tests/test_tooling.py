@@ -46,4 +46,4 @@ def test_a_process_left_running_is_found_and_ended(tmp_path):
     sleeper = subprocess.Popen(['sleep', '60'], env=os.environ | {'LAMINAR_HOME': str(tmp_path)}, start_new_session=True)
     assert processes.end_leftovers(str(tmp_path/'other'), patience_s=0) == {}
     assert processes.end_leftovers(str(tmp_path), patience_s=0.3) == {sleeper.pid: 'sleep 60 '}
-    assert sleeper.wait(5) == -signal.SIGKILL and processes.alive(str(tmp_path)) == {}
+    assert sleeper.wait(30) == -signal.SIGKILL and processes.alive(str(tmp_path)) == {}

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['OPTIONS', 'CLIPS', 'ALGORITHMS', 'SPLITS', 'Config', 'Sampling', 'for_training', 'sampling_of', 'Algorithm', 'GRPO',
            'DrGRPO', 'RLOO', 'ReMax', 'ReinforcePP', 'ReinforcePPBaseline', 'GSPO', 'CISPO', 'DPPO', 'DAPO', 'PPO',
-           'as_algorithm', 'whole_step', 'Reward', 'as_rewards', 'Eval', 'Buffer', 'Curriculum', 'Mixture',
+           'as_algorithm', 'whole_step', 'Reward', 'as_rewards', 'Eval', 'sizes', 'Buffer', 'Curriculum', 'Mixture',
            'as_mixture', 'Repack', 'LoRA', 'RunConfig']
 
 # %% ../../nbs/core/02_config.ipynb #2222eef6
@@ -13,7 +13,7 @@ from typing import Any, Callable, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from .errors import ConfigError
+from .errors import ConfigError, nearest
 from .types import GREEDY
 
 # %% ../../nbs/core/02_config.ipynb #b58dcec4
@@ -31,7 +31,7 @@ def _explain(cls, error: ValidationError) -> ConfigError:
     for e in error.errors():
         if isinstance(ours := e.get('ctx', {}).get('error'), ConfigError): return ours # of fields that do not go together
         name = '.'.join(map(str, e['loc'])) or cls.__name__
-        if e['type'] == 'extra_forbidden': lines.append(f"{cls.__name__} has no field {name!r}; it has {known}")
+        if e['type'] == 'extra_forbidden': lines.append(f"{cls.__name__} has no field {name!r}{nearest(name, cls.model_fields)} (it has {known})")
         else: lines.append(f"{cls.__name__}.{name} = {e['input']!r}: {e['msg'][0].lower()}{e['msg'][1:]}")
     return ConfigError('\n'.join(lines), f'correct the value, or leave the field out to take its default')
 
@@ -108,6 +108,7 @@ class Algorithm(Config):
     weight_decay: float = Field(0.0, ge=0)
     betas: tuple[float, float] = (0.9, 0.999)
     micro_tokens: int = Field(16_384, ge=64) # padded tokens in one forward pass
+    padding_free: bool | None = None # rows of a micro-batch end to end; None = where there is a kernel for it: on a GPU, in half precision
     logits_mib: int | None = Field(None, ge=1) # largest [tokens, vocabulary] tensor; log-probs are made in pieces; None = micro-batches are cut to fit
     fp32_head: bool = False # the last matrix product in float32, on a GPU
     activation_checkpointing: bool = False # compute activations twice, keep them never
@@ -215,7 +216,7 @@ def as_algorithm(given: Any # an `Algorithm`, or its fields: {"name": "dapo", "l
     "From a config file or a run's directory"
     if not isinstance(given, dict): return given
     name = given.get('name', 'grpo')
-    if name not in ALGORITHMS: raise ConfigError(f'no algorithm is called {name!r}', f'one of {", ".join(ALGORITHMS)}')
+    if name not in ALGORITHMS: raise ConfigError(f'no algorithm is called {name!r}{nearest(str(name), ALGORITHMS)}', f'one of {", ".join(ALGORITHMS)}')
     return ALGORITHMS[name](**given)
 
 # %% ../../nbs/core/02_config.ipynb #c81734d0
@@ -263,6 +264,12 @@ class Eval(Config):
         if self.samples > 1 and self.sampling.temperature == 0: raise ConfigError(
             f'Eval.samples = {self.samples} at temperature 0: all answers to a prompt would be the same', 'use samples=1, or a temperature above 0')
 
+    def __repr_args__(self): return [('prompts', sizes(self.prompts)), *super().__repr_args__()]
+
+def sizes(prompts: Any) -> Any: # a number, or numbers by name
+    "How many prompts there are; None where nobody has counted them"
+    return {k: sizes(v) for k, v in prompts.items()} if isinstance(prompts, dict) else len(prompts) if hasattr(prompts, '__len__') else None
+
 # %% ../../nbs/core/02_config.ipynb #2e4d71dc
 class Buffer(Config):
     "Which complete groups the actor takes first, and which it never gets"
@@ -286,9 +293,10 @@ class Mixture(Config):
     "Several sources of prompts, drawn by weight"
     prompts: dict[str, Any] = Field({}, exclude=True, repr=False) # a data set by name; they go to the run directory, not into the config
     weights: dict[str, float] | None = None # by name; None = by size, as if they were one data set
-    curriculum: Curriculum | None = None
+    curriculum: Curriculum | None = None # weights follow the pass rates: {window, floor, solved}; None = they stay
 
     def __init__(self, prompts: dict[str, Any] | None = None, **fields): super().__init__(prompts=prompts or {}, **fields)
+    def __repr_args__(self): return [('prompts', sizes(self.prompts)), *super().__repr_args__()]
 
     def model_post_init(self, _):
         w = self.weights

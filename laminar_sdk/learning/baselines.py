@@ -53,6 +53,7 @@ def compared(trajectories: list[Trajectory] # of whole groups
 def baselines(samples: list[Trajectory]) -> list[Trajectory]: # one a sample
     "The greedy answer of each; all must have one"
     alone = [t for t in samples if t.greedy is None or t.greedy.reward is None]
-    if alone: raise ConfigError(f'trajectory {alone[0].id} of group {alone[0].group_id} has no greedy answer with a reward to be compared with ({len(alone)} have none)',
-                                "give the actor whole groups of ReMax(…); a run that began with another algorithm cannot go on with advantage='remax'")
+    if alone: raise ConfigError(
+        f'trajectory {alone[0].id} of group {alone[0].group_id} has no greedy answer with a reward to be compared with ({len(alone)} have none)',
+        "give the actor whole groups of ReMax(…); a run that began with another algorithm cannot go on with advantage='remax'")
     return [t.greedy for t in samples]

@@ -123,6 +123,7 @@ class Roofline(Cost):
     efficiency: float = .7 # share of bandwidth and peak that is reached
     overhead_s: float = 1e-3 # of each step, beside
     bus: float = .8 # share of PCIe that is reached
+    prefill: float | None = None # share of the peak that reading a prompt reaches; None = `efficiency`
 
     def __post_init__(self):
         for field, what, table in (('model', 'model', SHAPES), ('gpu', 'GPU', GPUS)): object.__setattr__(self, field, named(what, table, getattr(self, field)))
@@ -145,7 +146,8 @@ class Roofline(Cost):
                 (2 * m.params * batch / flops_s + compute * kv + self.overhead_s, compute * batch))
 
     def prefill_s(self, tokens, seen=0):
-        return (2 * self.model.params * tokens + self.model.attention_flops * tokens * (seen + tokens / 2)) / self._rates[1]
+        flops_s = (self.prefill or self.efficiency) * self.tp * self.gpu.tflops * 1e12
+        return (2 * self.model.params * tokens + self.model.attention_flops * tokens * (seen + tokens / 2)) / flops_s
 
     def pull_s(self) -> float:
         "Seconds to copy the weights from the host's memory into the GPUs, each its part"

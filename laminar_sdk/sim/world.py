@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from heapq import heappop, heappush
 
+import msgspec
 import numpy as np
 from fastcore.basics import patch
 
@@ -46,6 +47,11 @@ class Setup:
     admitted: float = 2. # bound at admission, in flight and buffered, in steps
     max_staleness: int | None = 4
     concurrency: int = 1024 # trajectories that a rollout's engine runs at once
+    share: bool = True # a group's prompt is in the cache once
+    prefill: float | None = None # share of the peak that reading tokens reaches; None = as the roofline has it
+    sync_s: float = 0. # a collective transfer of the weights, for which actor and rollouts stand still; 0: relays. `laminar` has relays always
+    turns: int = 1 # of an answer, with a tool's between two
+    tool_s: float = 0. # that one takes, mean (log-normal, σ = 1)
     warmup: int = 5 # steps that are not counted
     steps: int = 25 # that are
     mfu: float = .4 # of the actor
@@ -67,7 +73,11 @@ class Setup:
     @property
     def prompts(self) -> int: return self.trajectories // self.group # of a step
     @property
-    def engine(self) -> Roofline: return Roofline(self.model, self.gpu, self.tp)
+    def engine(self) -> Roofline: return Roofline(self.model, self.gpu, self.tp, prefill=self.prefill)
+    @property
+    def stop_s(self) -> float: return 0. if self.schedule == 'laminar' else self.sync_s # of everybody, at each version
+    @property
+    def pull_s(self) -> float: return self.stop_s or self.engine.pull_s() # of a rollout
 
     def config(self) -> RunConfig:
         "What the manager is told"
@@ -96,7 +106,7 @@ class Sim:
     "One rollout"
     def __init__(self, id: int, s: Setup):
         self.id, self.host, r = id, id * s.tp // s.host_gpus, s.engine
-        self.decoder = Decoder(r, s.concurrency, r.kv_tokens)
+        self.decoder = Decoder(r, s.concurrency, r.kv_tokens, share=s.share)
         self.held, self.wave, self.version, self.ready = -1, -1, -1, True # weights; number and version of its wave; has it begun
         self.seats: dict[int, cm.Placement] = {}
         self.later: list[cm.Placement] = [] # arrived before their wave had begun
@@ -115,6 +125,7 @@ class World:
         self.hosts = sorted({r.host for r in self.rollouts.values()})
         self.born, self.latencies, self.said = {}, [], Counter() # when a trajectory was placed first; seconds from then to its end; commands
         self.trained, self.samples, self.pulls, self.actor_busy = [(0., 0)], [], [], 0. # (time, tokens) of each step; looks; seconds; seconds
+        self.tools = {} # when the tool of a trajectory answers
         self.actor_until, self.begun = 0., set() # how long the actor has to do with the groups that it was shown early
         self.moved, self.released, self.marks, self.stale = 0, 0, {}, {} # marks: the counters when counting began; staleness of each step
         batch, kv_max = min(s.concurrency, s.batch or probed(s)), s.kv_max or kv_knee(s.engine)
@@ -150,6 +161,7 @@ def wake(self: World, r: Sim, stamp: int | None = None):
     if stamp not in (None, r.stamp): return
     for t, seat in r.decoder.advance(self.t):
         p = r.seats.pop(seat.id)
+        if self.calls(r, p, p.first + seat.made, t): continue
         r.ended.append((p.trajectory, p.lease, p.first + seat.made, 'stop'))
         self.latencies.append((t, t - self.born.pop(p.trajectory)))
     if r.ended and not r.reporting:
@@ -186,17 +198,42 @@ def seat(self: World, r: Sim, placements: list[cm.Placement]):
     s = self.setup
     self.wake(r)
     for p in placements:
-        n = length_of(s.lengths, s.seed, p.trajectory, p.group)
         r.seats[p.trajectory] = p
-        r.decoder.add(Seat(p.trajectory, s.prompt + p.first, max(1, n - p.first), p.group, s.prompt, p.first > 0))
+        if (waits := self.tools.get(p.trajectory, 0.) - self.t) > 0: self.after(waits, self.answered, r, p)
+        else: r.decoder.add(Seat(p.trajectory, s.prompt + p.first, self.turn(p), p.group, s.prompt, p.first > 0))
     self.wake(r)
+
+@patch
+def length(self: World, p: cm.Placement) -> int: return length_of(self.setup.lengths, self.setup.seed, p.trajectory, p.group) # of its answer
+
+@patch
+def turn(self: World, p: cm.Placement) -> int: # tokens
+    "What it writes next: until it calls a tool, or until its end"
+    n = self.length(p)
+    each = math.ceil(n / self.setup.turns)
+    return max(1, min(n, (p.first // each + 1) * each) - p.first)
+
+@patch
+def calls(self: World, r: Sim, p: cm.Placement, at: int, t: float) -> bool: # False: it has ended
+    "Its turn is over at time `t`: a tool is asked, and the cache is given away meanwhile"
+    s = self.setup
+    if s.turns == 1 or at >= self.length(p): return False
+    took = s.tool_s * math.exp(float(np.random.default_rng((s.seed, 2, p.trajectory, at)).standard_normal()) - .5)
+    self.tools[p.trajectory], r.seats[p.trajectory] = t + took, (later := msgspec.structs.replace(p, first=at))
+    self.after(max(0., t + took - self.t), self.answered, r, later)
+    return True
+
+@patch
+def answered(self: World, r: Sim, p: cm.Placement):
+    "It goes on, if it is still here"
+    if r.seats.get(p.trajectory) is p: self.seat(r, [p])
 
 @patch
 def do_StartWave(self: World, c: cm.StartWave):
     r = self.rollouts[c.rollout]
     for p in c.placements: self.born.setdefault(p.trajectory, self.t)
     r.wave, r.version, r.ready = c.wave, c.version, False
-    pull = self.setup.engine.pull_s() if c.version != r.held else 0.
+    pull = self.setup.pull_s if c.version != r.held else 0.
     self.after(self.setup.call_s + pull, self.started, r, c, pull)
 
 @patch
@@ -226,14 +263,14 @@ def aborted(self: World, r: Sim, ids: list[int]):
     self.wake(r)
     for t in ids or list(r.seats):
         if p := r.seats.pop(t, None):
-            seat = r.decoder.drop(t)
-            r.ended.append((t, p.lease, p.first + seat.made, 'abort'))
+            seat = r.decoder.drop(t) # None: it waits for a tool
+            r.ended.append((t, p.lease, p.first + (seat.made if seat else 0), 'abort'))
     self.report(r)
 
 @patch
 def do_Switch(self: World, c: cm.Switch):
     "It stands still while the weights are copied"
-    r, pull = self.rollouts[c.rollout], self.setup.engine.pull_s()
+    r, pull = self.rollouts[c.rollout], self.setup.pull_s
     self.wake(r)
     r.decoder.hold()
     self.after(self.setup.call_s + pull, self.switched, r, c, pull)
@@ -294,7 +331,7 @@ def trained_step(self: World, step: int, tokens: int):
     self.trained.append((self.t, tokens))
     if step == self.setup.warmup: self.mark()
     self.over = step == self.setup.warmup + self.setup.steps
-    self.feed(ev.BatchAsked(1, step + 1))
+    self.after(self.setup.stop_s, self.feed, ev.BatchAsked(1, step + 1))
 
 @patch
 def publish(self: World, step: int) -> int:
