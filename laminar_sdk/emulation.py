@@ -227,7 +227,7 @@ async def play(self: Emulation, longest_s: float = 3600. # of the wall
     "From nothing to the figures"
     from laminar_sdk.weights.client import RelayClient
     from laminar_sdk.weights.relay import Relay
-    s, self.longest_s = self.setup, longest_s
+    s, self.longest_s, others = self.setup, longest_s, asyncio.all_tasks() # this one, and those of engines that are up
     with ExitStack() as stack:
         stack.enter_context(Relay('here', self.folder/'relay', listen=None, secret=secrets.token_bytes(), keep=8))
         self.client = stack.enter_context(RelayClient(self.folder/'relay', publish_dtype='bfloat16'))
@@ -245,7 +245,7 @@ async def play(self: Emulation, longest_s: float = 3600. # of the wall
             log.setLevel(logging.ERROR) # that what was in flight is lost is no news here
             await asyncio.gather(*map(self.end, self.workers))
             log.setLevel(logging.NOTSET)
-            while left := asyncio.all_tasks() - {asyncio.current_task()}: # a cancellation that meets a time limit in the same moment is lost
+            while left := asyncio.all_tasks() - others: # a cancellation that meets a time limit in the same moment is lost
                 for t in left: t.cancel()
                 await asyncio.wait(left, timeout=.1)
             self.tape.close()

@@ -149,6 +149,18 @@ def test_repack():
 # ---------------------------------------------------------------- the figures that are promised
 
 @pytest.mark.long
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+def test_greedy_answers_that_move(figures):
+    "On real engines: the tokens of those that stayed, or a near-tie; anything else would end the command"
+    found, _ = bench('repack', '--world', 'real', '--steps', 5, '--seeds', '0')
+    figures.update({k: found[k] for k in ('moved', 'same_tokens', 'near_ties', 'logprob_diff_max', 'gen_ratio', 'gen_engine_ratio')})
+    assert found['moved'] == found['same_tokens'] + found['near_ties'] > 0 and found['near_ties'] <= .05 * found['moved'] and found['logprob_diff_max'] < 1e-3
+    found, _ = bench('repack', '--world', 'real', '--max-staleness', 1, check=2)
+    assert 'max_staleness' in found['error']
+
+
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_repack_pays(figures):
     found, _ = bench('repack', '--steps', 12, '--seeds', '0')

@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 import torch
 
+from laminar_sdk.bench_learn import bare_loop
 from laminar_sdk.core.config import GRPO
 from laminar_sdk.core.types import Trajectory
-from laminar_sdk.learning.batching import balanced_microbatches, collate
+from laminar_sdk.learning.batching import balanced_microbatches
 from laminar_sdk.training import actor
 from laminar_sdk.training.actor import ActorWorker
 from laminar_sdk.training.policy import random_policy
@@ -232,20 +233,7 @@ def test_speed_against_a_bare_loop(figures):
     batch = StepBatch.of(made, w.algorithm, None, 1., 0)
     rows = batch.learn()
     cuts = [[rows[i] for i in cut] for cut in balanced_microbatches([batch.lengths_B[i] for i in rows], w.budget, actor.OVERHEAD_TOKENS['cpu'])]
-    model = policy().model.eval()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0., fused=True)
-
-    def bare():
-        n = sum(batch.tokens_B)
-        for cut in cuts:
-            x = collate([made[i] for i in cut], batch.advantages_B[cut])
-            logp = model(input_ids=x['input_ids'], attention_mask=x['attention_mask']).logits.log_softmax(-1)
-            ratio, A = (logp.gather(-1, x['targets'][..., None])[..., 0] - x['logprobs']).exp(), x['advantages']
-            (-torch.minimum(ratio*A, ratio.clamp(.8, 1.28)*A)*x['mask']).sum().div(n).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.)
-        optimizer.step()
-        optimizer.zero_grad()
-
+    bare = bare_loop(policy().model.eval(), made, cuts, batch.advantages_B, lr=1e-5)
     w.step(made), bare()
     ours, theirs = in_turns(lambda: w.step(made), bare, 8)
     tokens = sum(batch.lengths_B[i] for i in rows)
