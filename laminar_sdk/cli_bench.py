@@ -7,6 +7,7 @@ __all__ = ['bench', 'JSON', 'SWEEP', 'WORLD', 'numbers', 'bench_relay', 'bench_d
            'bench_learn', 'bench_repack', 'bench_schedules']
 
 # %% ../nbs/08d_cli_bench.ipynb #e09f835c
+import sys
 from typing import Optional
 
 import typer

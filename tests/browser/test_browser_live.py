@@ -110,6 +110,26 @@ def test_every_control_acts(page, run):
     for text in ('paused: what is in flight finishes', 'resumed', 'is parked', 'learning rate 0.0005', 'bounded by 3', 'no repack any more, B 4', '4 rollouts are wanted', 'rollout/1 drains'): assert said(run, text), text
 
 
+def test_what_makes_no_sense_is_said_and_all_rollouts_may_go_and_come_back(page, run):
+    def click(label): page.page.locator(f'button.jupyter-button:text-is("{label}")').first.click()
+    def says(text): page.until("t => document.body.innerText.includes(t)", 20, arg=text)
+    before = {k: setting(run, k) for k in ('lr', 'max_staleness')}
+    for label, wrong, remedy in (('learning rate', 'abc', "learning rate 'abc'"), ('learning rate', '7', 'give a learning rate above 0'), ('staleness ≤', '-1', 'give a number of versions, 0 or more'), ('staleness ≤', 'two', "staleness 'two'")):
+        field(page, 'learning rate', f"{before['lr']:g}")
+        field(page, 'staleness ≤', str(before['max_staleness']))
+        field(page, label, wrong)
+        click('Set')
+        says(remedy)
+    assert {k: setting(run, k) for k in before} == before
+    for n in (0, 2):
+        field(page, 'rollouts', str(n))
+        click('Scale')
+        until(lambda: len(rollouts(run)) == n, 60)
+        says(f'{n} rollouts are wanted')
+    step = run.status()['step']
+    until(lambda: run.status()['step'] > step, 60)
+
+
 def test_two_pages_of_two_kernels_and_one_is_stopped(page, run, server, browser, figures):
     server.write('second.ipynb', *CELLS, "import os\nprint('process', os.getpid())")
     second = lab.Page(browser, server).open('second.ipynb').run()

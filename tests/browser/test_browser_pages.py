@@ -1,9 +1,8 @@
 """What can be seen without a run: the tutorial's recording, text that means harm, plain pages, Notebook 7, dark, the report."""
 import shutil
 from pathlib import Path
-import numpy as np
 import pytest
-import lab
+import lab, likeness
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(180)]
 TUTORIALS = Path(__file__).parent.parent.parent/'tutorials'
@@ -122,7 +121,7 @@ def test_dark_and_narrow_are_readable_and_look_as_they_did(server, browser):
     ink = page.page.evaluate("() => getComputedStyle(document.querySelector('.laminar-chart text')).fill.match(/\\d+/g).slice(0, 3).map(Number)")
     assert min(light) > 150 and min(ink) > 150 and page.errors == [] # light ink on the dark page, in the charts too
     assert page.page.evaluate("() => document.querySelector('.laminar-grid').getBoundingClientRect().width / document.querySelector('.laminar-chart').getBoundingClientRect().width") > 1.8 # two in a row
-    alike(page, 'dark')
+    likeness.alike(page.page, 'dark')
     page.page.evaluate("() => window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Light'})")
     page.close()
 
@@ -139,17 +138,3 @@ def test_the_report_is_the_same_view_in_one_file(browser, tmp_path):
     for tab in ('Learning', 'Throughput', 'Overview'): page.locator(f'button.laminar-tab:text-is("{tab}")').click()
     assert [u for u in asked if not u.startswith(('file:', 'data:', 'blob:'))] == [] and errors == []
     page.close()
-
-
-def alike(page, name: str, most: float = .08):
-    "Whether the view looks as it did when a person last looked at it; fonts differ from machine to machine, so only roughly"
-    from io import BytesIO
-    from PIL import Image
-    kept = Path(__file__).parent/'kept'/f'{name}.png'
-    small = lambda image: np.asarray(image.convert('RGB').resize((96, 96), Image.Resampling.BOX), np.float32) / 255
-    now = Image.open(BytesIO(page.page.locator('.laminar').first.screenshot()))
-    if not kept.exists():
-        kept.parent.mkdir(exist_ok=True)
-        return now.convert('P', palette=Image.Palette.ADAPTIVE, colors=32).save(kept, optimize=True) # a new one: look at it, and commit it
-    difference = float(np.abs(small(now) - small(Image.open(kept))).mean())
-    assert difference <= most, f'{name} has changed by {difference:.1%}: look at it; if it is right, delete {kept} and run this again'
