@@ -125,17 +125,25 @@ def child_holder(path):
 # ---------------------------------------------------------------- tests
 
 def test_no_torn_read_at_full_speed(launch):
-    relay = launch()
-    readers = [child('reader', relay.socket, 49, seed) for seed in range(3)]
+    "Until the readers have met more than ten versions: on a busy machine one life of an actor may pass between two looks"
+    met = 0
+    for life in range(8):
+        met += fifty_versions(launch, life)
+        if met > 10: return
+    raise AssertionError(f'{met} versions were met')
+
+def fifty_versions(launch, life) -> int: # met by three readers
+    relay = launch(f'life{life}')
+    readers = [child('reader', relay.socket, 49, 3*life + i) for i in range(3)]
     for r in readers: assert r.stdout.readline() == 'ready\n'
     actor = child('actor', relay.socket, 50)
     results = [json.loads(r.communicate(timeout=60)[0]) for r in readers]
     assert actor.wait(30) == 0 and all(r.returncode == 0 for r in readers)
     assert all(r['torn'] == 0 and r['seen'] == sorted(r['seen']) for r in results)
-    assert sum(len(set(r['seen'])) for r in results) > 10 # they did meet many versions
     with RelayClient(relay.socket) as c:
         assert within(20, lambda: c.stats()['holders'] == 0)
         assert [v.version for v in c.versions()] == [48, 49] and c.stats()['segments'] <= 3 and c.stats()['failures'] == {}
+    return sum(len(set(r['seen'])) for r in results)
 
 def test_killed_reader_and_killed_actor_give_back(launch):
     relay = launch()
