@@ -11,7 +11,7 @@ sys.path[:0] = [str(ROOT/'tests'), str(ROOT/'tests'/'browser')]
 os.environ.setdefault('PYTHONPATH', str(ROOT))
 import lab
 
-MOST_BYTES, WIDTH, FRAMES = 300_000, 1100, 24
+MOST_BYTES, WIDTH, FRAMES, SMALL = 300_000, 1100, 24, 720
 TOLD = f'''
 import time
 from pathlib import Path
@@ -66,9 +66,9 @@ def animated(frames: list[bytes], path: Path):
     from PIL import Image
     images = [Image.open(BytesIO(f)).convert('RGB') for f in frames]
     width, height = images[0].size
-    images = [i.crop((0, 0, width, min(height, 800))).resize((820, round(min(height, 800) * 820 / width)), Image.Resampling.LANCZOS) for i in images]
+    images = [i.crop((0, 0, width, min(height, 800))).resize((SMALL, round(min(height, 800) * SMALL / width)), Image.Resampling.LANCZOS) for i in images]
     for quality in (70, 50, 35, 20, 10):
-        images[0].save(path, save_all=True, append_images=images[1:], duration=[450] * (len(images) - 1) + [2500], loop=0, quality=quality, method=4)
+        images[0].save(path, save_all=True, append_images=images[1:], duration=[450] * (len(images) - 1) + [2500], loop=0, quality=quality, method=6)
         if path.stat().st_size <= MOST_BYTES: return
 
 
