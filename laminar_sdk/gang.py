@@ -131,11 +131,9 @@ async def _look(self: Gang, rank, birth):
 
 @patch
 async def _how(self: Gang, handle) -> str: # alive | dead | silent
+    from ray.exceptions import ActorUnavailableError
     try: await asyncio.wait_for(handle.pid.remote(), self.look_s)
-    except asyncio.TimeoutError: return 'silent'
-    except Exception as e:
-        if not is_death(e): raise
-        return 'dead'
+    except Exception as e: return 'dead' if is_death(e) and not isinstance(e, ActorUnavailableError) else 'silent' # who cannot be reached may live on, and no death would be heard
     return 'alive'
 
 def _settle(waiting: dict, rank: int, answer: bool | Exception):

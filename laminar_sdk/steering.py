@@ -62,11 +62,6 @@ def _saved(self: Steering, step: int, since: int, timeout_s: float) -> int:
         if isinstance(e, ev.RunEnded): raise RunError(f'run {self.name!r} is {e.state} and has not saved step {step}: {e.reason}', 'its directory has the checkpoints before')
     raise RunError(f'no checkpoint of step {step} within {timeout_s:.0f} s', 'the actor is in a long step, or away: see run.dashboard(); ask again')
 
-@patch
-def evaluate(self: Steering):
-    "Evaluate the held-out prompts at the newest version, beside training"
-    self._ask('evaluate')
-
 # %% ../nbs/06g_steering.ipynb #3855e1bf
 @patch
 def stop(self: Steering):

@@ -106,7 +106,7 @@ def _look(self: Waiting) -> list[tuple]:
     "All that is to be shown now"
     if self.ask and time.monotonic() > self.asked + self.every_s:
         try: self.rows = self.ask()
-        except Exception as e: self.rows = [('no answer', 0, 0, str(e).splitlines()[0][:80])] # whoever waits for the run itself hears all of it
+        except Exception as e: self.rows = [('no answer', 0, 0, (str(e) or type(e).__name__).splitlines()[0][:80])] # whoever waits for the run itself hears all of it
         self.asked = time.monotonic()
     return [(f'{self.what}, {time.monotonic() - self.began:.0f} s', self.done, self.of, self.more), *self.rows]
 
