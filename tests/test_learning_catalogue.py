@@ -1,5 +1,6 @@
 "Every algorithm of the registry, on the batches that usually break one: it has a formula and a source, and gives numbers"
-import re
+import json, re, runpy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -81,6 +82,7 @@ def test_a_group_that_teaches_nothing_gets_exactly_zero(name):
 def test_every_entry_says_what_it_is(registry, name):
     entry = REGISTRIES[registry][name]
     assert entry.formula and re.search(r'arXiv \d{4}\.\d{5}|(19|20)\d\d$|(19|20)\d\d;', entry.source), entry.source
+    assert entry.use and entry.write and all(c.count('`') % 2 == 0 for c in (entry.use, entry.note))
     assert entry.needs and set(entry.data) <= DATA.keys() and entry.fixed.keys().isdisjoint(entry.options)
     assert entry.fn.__doc__ and f'`{name}`' in catalogue(registry)
     with pytest.raises(ConfigError, match=entry.needs[0]): entry({})
@@ -108,3 +110,14 @@ def test_no_two_entries_compute_the_same():
         names = list(outs)
         for i, a in enumerate(names):
             for b in names[:i]: assert not np.allclose(outs[a], outs[b]), (a, b)
+
+
+def test_the_page_of_algorithms_says_what_the_registry_says():
+    "Tables and pictures of nbs/30_algorithms.ipynb; `python scripts/algorithms.py` makes them"
+    root = Path(__file__).resolve().parent.parent
+    made, nbs = runpy.run_path(str(root/'scripts'/'algorithms.py')), root/'nbs'
+    shown = {''.join(c['source']) for c in json.loads((nbs/'30_algorithms.ipynb').read_text())['cells']}
+    for name, table in made['tables']().items(): assert f'{made["marked"](name)}\n\n{table}' in shown, name
+    for name, draw in made['PICTURES'].items():
+        kept, text = (nbs/'images'/f'algorithms_{name}.svg').read_text(), re.compile('<(?:text|tspan)[^>]*>([^<]*)')
+        assert text.findall(kept) == text.findall(draw()) and any(f'images/algorithms_{name}.svg' in cell for cell in shown), name

@@ -280,6 +280,32 @@ def test_what_was_not_finite_is_kept(tmp_path):
     assert 'saved' not in w.step(groups(), 8) and len(list((tmp_path/'faults').iterdir())) == 1
 
 
+PAID = dict(kl_as='reward', kl=.1, reference='initial')
+
+@pytest.mark.parametrize('a', [GRPO(), DrGRPO(), DAPO(), GSPO(), ReinforcePP(), ReinforcePPBaseline(), PPO(group_size=4)], ids=lambda a: a.name)
+def test_a_finite_reward_beyond_float32_ends_no_run(a, tmp_path):
+    "It is learned from, or the update is skipped and the batch kept; the next one is as good as ever"
+    w = ActorWorker(random_policy(seed=3), algorithm=a, device='cpu', max_tokens=LIMIT, faults=tmp_path/'faults')
+    made = groups()
+    for t in made[::3]: t.reward = 1e39
+    m = w.step(made, 5)
+    assert m['updates'] + m['skipped'] == 1 and m['skipped'] == m.get('saved', 0) and m['uniform_groups'] == len([*range(0, len(made), 4)]) - len({t.group_id for t in made[::3]}) \
+        and all(x.isfinite().all() for x in w.masters.masters)
+    assert not w.critic or m['critic_skipped'] == 1 and all(x.isfinite().all() for x in w.critic.named.values())
+    assert w.step(groups())['updates'] == 1
+
+
+@pytest.mark.parametrize('a', [GRPO(**PAID), ReinforcePP(**PAID), PPO(group_size=4, **PAID)], ids=lambda a: a.name)
+def test_a_reference_that_says_nan_costs_an_update_and_not_the_actor(a, tmp_path):
+    w, bad = ActorWorker(random_policy(seed=3), algorithm=a, device='cpu', faults=tmp_path/'faults'), [True]
+    inner = w._referred
+    w._referred = lambda batch, rows: {i: x*torch.nan if i == rows[0] and bad else x for i, x in inner(batch, rows).items()}
+    before, m = [x.clone() for x in w.masters.masters], w.step(groups(), 2)
+    assert (m['updates'], m['skipped'], m['saved']) == (0, 1, 1) and all(torch.equal(x, y) for x, y in zip(before, w.masters.masters))
+    bad.clear()
+    assert w.step(groups())['updates'] == 1
+
+
 def test_schedules_are_those_of_transformers():
     from transformers import get_scheduler
     for kind in ('linear', 'cosine', 'constant'):

@@ -8,7 +8,7 @@ import torch
 
 from laminar_sdk.core.config import GRPO
 from laminar_sdk.training.actor import ActorWorker
-from laminar_sdk.training.checkpoint import MANIFEST, checkpoints, load, newest_valid, save, tensors_of
+from laminar_sdk.training.checkpoint import MANIFEST, begin, check, checkpoints, load, newest_valid, save, tensors_of
 from laminar_sdk.training.policy import random_policy
 
 
@@ -82,6 +82,37 @@ def test_a_damaged_checkpoint_is_not_believed(tmp_path, fault):
     if fault == 'other format': (bad/MANIFEST).write_text(json.dumps(json.loads((bad/MANIFEST).read_text()) | dict(format=99)))
     found, notes = newest_valid(tmp_path)
     assert found.name == 'step-000001' and len(notes) == 1 and 'step-000002' in notes[0]
+
+
+def test_a_bit_that_flips_in_the_manifest_is_seen(tmp_path):
+    "Be it in a checksum, in the step, in the cursor or in a key: the older one is used, or nothing that is said has changed"
+    w = worker()
+    for step in (1, 2): save(tmp_path, w, step, dict(ledger_sequence=123, prompt_cursor=dict(position=7)))
+    file, rng = tmp_path/'step-000002'/MANIFEST, random.Random(0)
+    good, said = file.read_bytes(), check(tmp_path/'step-000002')
+    places = [good.index(x) + len(x) - 1 for x in (b'"step": 2', b'"position": 7', b'"group_size": 8', b'"updates": 0', b'"nbytes', b'"files')]
+    for i in places + rng.sample(range(len(good)), 60):
+        file.write_bytes(good[:i] + bytes([good[i] ^ 1 << rng.randrange(7)]) + good[i + 1:])
+        found, notes = newest_valid(tmp_path)
+        assert (found.name, len(notes)) == ('step-000001', 1) or i not in places and check(found) == said, (i, good[i - 20:i + 20])
+
+
+def test_killed_between_two_renames_the_one_that_stepped_aside_is_there(tmp_path, monkeypatch):
+    "A step is saved again, and of one checkpoint that is kept nothing older is there"
+    w, rename = worker(), Path.rename
+    save(tmp_path, w, 5, dict(first=True), keep=1)
+    def killed(self, target):
+        if Path(target).name == 'step-000005': raise KeyboardInterrupt
+        return rename(self, target)
+    with monkeypatch.context() as m:
+        m.setattr(Path, 'rename', killed)
+        with pytest.raises(KeyboardInterrupt): save(tmp_path, w, 5, keep=1)
+    found, notes = newest_valid(tmp_path)
+    assert notes == [] and load(found, worker())['extra'] == dict(first=True)
+    begin(tmp_path, 6) # and a save that is killed does not take it along
+    assert newest_valid(tmp_path) == (tmp_path/'step-000005', [])
+    save(tmp_path, w, 5, dict(second=True), keep=1)
+    assert [p.name for p in tmp_path.iterdir()] == ['step-000005'] and check(tmp_path/'step-000005')['extra'] == dict(second=True)
 
 
 def test_a_save_that_fails_leaves_what_was_there(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from .types import GREEDY
 # %% ../../nbs/core/02_config.ipynb #b58dcec4
 class Config(BaseModel):
     "Base of every config model: frozen, no unknown fields, errors that say what to do"
-    model_config = ConfigDict(frozen=True, extra='forbid', arbitrary_types_allowed=True)
+    model_config = ConfigDict(frozen=True, extra='forbid', arbitrary_types_allowed=True, allow_inf_nan=False)
 
     def __init__(self, **fields):
         try: super().__init__(**fields)
@@ -155,11 +155,12 @@ def _conflicts(a: Algorithm):
     yield a.delta and not a.loss.startswith('dppo'), f'delta = {a.delta} with loss = {a.loss!r}', "it belongs to 'dppo_tv' and 'dppo_kl'"
     yield a.loss in ('clipped', 'decoupled', 'gspo') and a.clip_low >= 1, f'clip_low = {a.clip_low} with loss = {a.loss!r}', 'a number below 1: the ratio never falls to 0'
     yield not a.scale_by_std and a.advantage != 'grpo', f'scale_by_std = False with advantage = {a.advantage!r}', "that is a choice of advantage='grpo'; leave it out"
-    yield a.kl and a.reference is None, f'kl = {a.kl} without a reference', "name what to stay near: reference='initial'"
+    yield a.kl and not a.reference, f'kl = {a.kl} without a reference', "name what to stay near: reference='initial'"
     yield a.kl and a.kl_as == 'loss' and a.kl_estimator == 'k1', "kl_estimator = 'k1' as a loss: its gradient is noise, whatever the reference", "take 'k2' or 'k3', or kl_as='reward'"
-    yield a.advantage == 'gae' and a.critic is None, "advantage = 'gae' without a critic", "critic='initial', or take PPO(…)"
-    yield a.critic is not None and a.advantage != 'gae', f'a critic with advantage = {a.advantage!r}, which does not ask it', "leave it out, or take advantage='gae'"
-    yield a.critic_warmup and a.critic is None, f'critic_warmup = {a.critic_warmup} without a critic', 'leave it out'
+    yield a.advantage == 'gae' and not a.critic, "advantage = 'gae' without a critic", "critic='initial', or take PPO(…)"
+    yield a.critic and a.advantage != 'gae', f'a critic with advantage = {a.advantage!r}, which does not ask it', "leave it out, or take advantage='gae'"
+    yield a.critic_warmup and not a.critic, f'critic_warmup = {a.critic_warmup} without a critic', 'leave it out'
+    yield not all(0 <= b < 1 for b in a.betas), f'betas = {a.betas}', 'two numbers from 0 on and below 1, as AdamW has them: (0.9, 0.999)'
     yield a.name not in ALGORITHMS, f'name = {a.name!r}', f'one of {", ".join(ALGORITHMS)}: it says what a config file means by it'
     yield a.advantage == 'remax' and a.kl and a.kl_as == 'reward', "advantage = 'remax' with kl_as = 'reward': how far the greedy answer is from the reference is not measured, so the two rewards would not be of one kind", "kl_as='loss'"
     yield a.dynamic_sampling and a.members == 1, 'dynamic_sampling with group_size = 1: the rewards of one are always equal, nothing would be kept', 'take group_size ≥ 2'

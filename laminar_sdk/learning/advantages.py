@@ -38,7 +38,7 @@ def group_advantages(rewards_B: Tensor, # one reward a row
                      scale: bool = True, # divide by the group's standard deviation
                      eps: float = 1e-6 # added to it
                     ) -> Tensor: # [B] float32
-    "GRPO's advantages: each reward against its own group's mean (arXiv 2402.03300, eq. 3)"
+    "GRPO's advantages: each reward against its own group's mean (arXiv 2402.03300, §4.1.2)"
     x = by_group(rewards_B, group_B)
     return torch.where(x.differ, x.centred/(x.std + eps) if scale else x.centred, 0.).float()
 

@@ -39,10 +39,13 @@ DATA = dict(
 # %% ../../nbs/learning/09_catalogue.ipynb #7c2b3534
 @dataclass(frozen=True)
 class Entry:
-    "An algorithm: how it is called, what it computes, and who says so"
+    "An algorithm: what it is for, what it computes, who says so, how a config asks for it"
     fn: Callable
     formula: str # LaTeX
     source: str
+    use: str # what it is for
+    write: str # how a config asks for it
+    note: str = '' # where the defaults are from, and where the published form differs
     gives: str = '[B, T]' # shape of the result
     fixed: dict = field(default_factory=dict) # arguments that make it this algorithm
     defaults: dict = field(default_factory=dict) # options that are set otherwise than in the function
@@ -57,6 +60,8 @@ class Entry:
     @property
     def options(self) -> dict[str, Any]: # name → default; `inspect.Parameter.empty` where there is none
         return {k: v for k, v in self._parameters.items() if k not in DATA} | self.defaults
+
+    def _repr_markdown_(self): return f'{self.use}: {self.formula} ({self.source}) `{self.write}`\n\n{self.note}'
 
 # %% ../../nbs/learning/09_catalogue.ipynb #d8e4f3e4
 def _call(self: Entry,
@@ -77,55 +82,110 @@ Entry.__call__ = _call
 
 # %% ../../nbs/learning/09_catalogue.ipynb #099b91b7
 ADVANTAGES = dict(
-    grpo=Entry(group_advantages, r'$A_i = (r_i - \mu_g)\,/\,(\sigma_g + \varepsilon)$', 'DeepSeekMath, arXiv 2402.03300, eq. 3', '[B]', dict(scale=True)),
-    dr_grpo=Entry(dr_grpo_advantages, r'$A_i = r_i - \mu_g$', 'Understanding R1-Zero-Like Training, arXiv 2503.20783, §3', '[B]'),
-    rloo=Entry(rloo_advantages, r'$A_i = r_i - \frac1{n-1}\sum_{j\ne i} r_j$', 'Back to Basics, arXiv 2402.14740; Kool et al. 2019', '[B]'),
-    remax=Entry(remax_advantages, r'$A_i = r_i - r(\hat y_{greedy})$', 'ReMax, arXiv 2310.10505', '[B]'),
-    reinforce_pp=Entry(reinforce_pp_advantages, r'$A_t = \mathrm{whiten}\bigl(\sum_{s\ge t}\gamma^{s-t} r_s\bigr)$', 'REINFORCE++, arXiv 2501.03262'),
-    reinforce_pp_baseline=Entry(reinforce_pp_baseline_advantages, r'$A_i = \mathrm{whiten}(r_i - \mu_g)$', 'REINFORCE++ w/ baseline, arXiv 2501.03262'),
-    gae=Entry(gae, r'$A_t = \sum_l (\gamma\lambda)^l\,(r_{t+l} + \gamma V_{t+l+1} - V_{t+l})$', 'GAE, arXiv 1506.02438, eq. 16'))
+    grpo=Entry(group_advantages, r'$A_i = (r_i - \mu_g)\,/\,(\sigma_g + \varepsilon)$', 'DeepSeekMath, arXiv 2402.03300, §4.1.2',
+               'several answers a prompt, better than their siblings?', 'GRPO()',
+               'σ with n − 1 and ε = 1e-6, as verl (TRL: 1e-4); the paper leaves both open', '[B]', dict(scale=True)),
+    dr_grpo=Entry(dr_grpo_advantages, r'$A_i = r_i - \mu_g$', 'Understanding R1-Zero-Like Training, arXiv 2503.20783, §3',
+                  'the same, without the extra weight of prompts that are nearly always solved, or hardly ever', 'DrGRPO()',
+                  "half of the paper's change; the other half is `constant_mean`, and `DrGRPO` has both", '[B]'),
+    rloo=Entry(rloo_advantages, r'$A_i = r_i - \frac1{n-1}\sum_{j\ne i} r_j$', 'Back to Basics, arXiv 2402.14740; Kool et al. 2019',
+               'the same, unbiased: no answer is part of its own baseline', 'RLOO()',
+               'the paper is plain REINFORCE with KL in the reward; the preset clips the ratio at 0.2, for answers may be stale', '[B]'),
+    remax=Entry(remax_advantages, r'$A_i = r_i - r(\hat y_{greedy})$', 'ReMax, arXiv 2310.10505',
+                'one sample a prompt and no critic, for the price of a greedy answer', 'ReMax()', 'the ratio is clipped, as for `rloo`', '[B]'),
+    reinforce_pp=Entry(reinforce_pp_advantages, r'$A_t = \mathrm{whiten}\bigl(\sum_{s\ge t}\gamma^{s-t} r_s\bigr)$', 'REINFORCE++, arXiv 2501.03262',
+                       'one sample a prompt, no critic, no other answer', 'ReinforcePP()',
+                       "γ = 1 as in the paper; its KL is k1 in the reward: `kl_as='reward', kl_estimator='k1'`"),
+    reinforce_pp_baseline=Entry(reinforce_pp_baseline_advantages, r'$A_i = \mathrm{whiten}(r_i - \mu_g)$', 'REINFORCE++ w/ baseline, arXiv 2501.03262',
+                                'several answers a prompt, on a scale that no small group sets', 'ReinforcePPBaseline()',
+                                "the paper adds KL as a k2 loss: `kl_estimator='k2'`"),
+    gae=Entry(gae, r'$A_t = \sum_l (\gamma\lambda)^l\,(r_{t+l} + \gamma V_{t+l+1} - V_{t+l})$', 'GAE, arXiv 1506.02438, eq. 16',
+              'with a critic: which token made the difference?', 'PPO()',
+              "`PPO` has γ = 1 and λ = 0.95, as TRL; verl's default is λ = 1. Tokens of a tool are no steps in time"))
 
 # %% ../../nbs/learning/09_catalogue.ipynb #14bd24e5
+_DPPO = "appendix E. There the ratio is capped at 5 and advantages are not divided by σ (`scale_by_std=False`); here it has no cap"
 LOSSES = dict(
-    clipped=Entry(clipped_surrogate, r'$-\min\bigl(\rho A,\ \mathrm{clip}(\rho, 1-c_{low}, 1+c_{high})A\bigr)$', 'PPO, arXiv 1707.06347, eq. 7; DAPO, arXiv 2503.14476, eq. 10'),
-    dual_clip=Entry(clipped_surrogate, r'clipped, and for $A<0$ at most $-c\,A$', 'Mastering Complex Control in MOBA Games, arXiv 1912.09729', defaults=dict(dual_clip=3.)),
-    gspo=Entry(gspo, r'clipped, with $\rho := \exp\bigl(\frac1{\lvert y\rvert}\sum_t \log\rho_t\bigr)$', 'GSPO, arXiv 2507.18071, eq. 5, 7, 14'),
-    cispo=Entry(cispo, r'$-\,\mathrm{sg}[\mathrm{clip}(\rho, 1-c_{low}, 1+c_{high})]\,A\,\log\pi$', 'MiniMax-M1, arXiv 2506.13585, §3.1'),
-    dppo_tv=Entry(dppo, r'$-M\rho A$; $M=0$ where $\lvert\mu-\pi\rvert>\delta$ and the step leads further away', 'DPPO, arXiv 2602.04879, eq. 11–13', fixed=dict(kind='tv')),
-    dppo_kl=Entry(dppo, r'the same, with $\mu\log\frac\mu\pi + (1-\mu)\log\frac{1-\mu}{1-\pi} > \delta$', 'DPPO, arXiv 2602.04879, eq. 11, 12, 14', fixed=dict(kind='kl'), defaults=dict(delta=.05)),
-    decoupled=Entry(decoupled_surrogate, r'$-\min(\frac{\pi_{prox}}{\mu}, C)\,\min\bigl(\rho A,\ \mathrm{clip}(\rho)A\bigr)$ with $\rho = \pi/\pi_{prox}$', 'Batch Size-Invariance, arXiv 2110.00641; AReaL, arXiv 2505.24298'))
+    clipped=Entry(clipped_surrogate, r'$-\min\bigl(\rho A,\ \mathrm{clip}(\rho, 1-c_{low}, 1+c_{high})A\bigr)$',
+                  'PPO, arXiv 1707.06347, eq. 7; DAPO, arXiv 2503.14476, eq. 10', 'a trust region for each token', 'GRPO()',
+                  "0.2 and 0.28 (Clip-Higher): DAPO's §4.1. PPO has 0.2 on both sides: `clip_high=.2`"),
+    dual_clip=Entry(clipped_surrogate, r'clipped, and for $A<0$ at most $-c\,A$', 'Mastering Complex Control in MOBA Games, arXiv 1912.09729',
+                    'stale answers: a bad token that has become a thousand times likelier does not drown the rest', 'GRPO(dual_clip=3)',
+                    'off unless it is asked for; 3 is what verl always uses', defaults=dict(dual_clip=3.)),
+    gspo=Entry(gspo, r'clipped, with $\rho := \exp\bigl(\frac1{\lvert y\rvert}\sum_t \log\rho_t\bigr)$', 'GSPO, arXiv 2507.18071, eq. 5, 7, 14',
+               'whole answers are in or out; mixtures of experts, whose single tokens jump', "GSPO(old='actor')",
+               "3e-4 and 4e-4: the paper's §5.1, of a ratio between two passes of the trainer. With `old='engine'`, rounding in bf16 alone may be of that size"),
+    cispo=Entry(cispo, r'$-\,\mathrm{sg}[\mathrm{clip}(\rho, 1-c_{low}, 1+c_{high})]\,A\,\log\pi$', 'MiniMax-M1, arXiv 2506.13585, eq. 4, 5',
+                'no token loses its gradient, also a rare one at which an answer turns', 'CISPO()',
+                'no lower bound, as in the paper, which does not tell its upper one; 1 + 4 = 5 is the cap by which TRL follows ScaleRL (arXiv 2510.13786)'),
+    dppo_tv=Entry(dppo, r'$-M\rho A$; $M=0$ where $\lvert\mu-\pi\rvert>\delta$ and the step leads further away', 'DPPO, arXiv 2602.04879, eq. 12, 13',
+                  'rare tokens may move freely, likely ones only so far', 'DPPO()', f"0.2: the paper's (0.15 with LoRA), {_DPPO}", fixed=dict(kind='tv')),
+    dppo_kl=Entry(dppo, r'the same, with $\mu\log\frac\mu\pi + (1-\mu)\log\frac{1-\mu}{1-\pi} > \delta$', 'DPPO, arXiv 2602.04879, eq. 12, 14',
+                  'the same, by another measure', "DPPO(loss='dppo_kl')", f"0.05: the paper's, {_DPPO}", fixed=dict(kind='kl'), defaults=dict(delta=.05)),
+    decoupled=Entry(decoupled_surrogate, r'$-\min(\frac{\pi_{prox}}{\mu}, C)\,\min\bigl(\rho A,\ \mathrm{clip}(\rho)A\bigr)$ with $\rho = \pi/\pi_{prox}$',
+                    'Batch Size-Invariance, arXiv 2110.00641; AReaL, arXiv 2505.24298', 'answers that are several versions old', "GRPO(loss='decoupled', old='actor')",
+                    'C = 5 (`proximal_cap`): the first paper has no cap, AReaL leaves out the tokens above 5; here they weigh 5'))
 
 # %% ../../nbs/learning/09_catalogue.ipynb #53dbe295
 AGGREGATIONS = dict(
-    token_mean=Entry(token_mean, r'$\sum_{i,t}\ell_{i,t}\,/\,\sum_i \lvert y_i\rvert$', 'DAPO, arXiv 2503.14476, §3.3', 'scalar'),
-    sequence_mean_of_means=Entry(sequence_mean_of_means, r'$\frac1S\sum_i\frac1{\lvert y_i\rvert}\sum_t\ell_{i,t}$', 'DeepSeekMath, arXiv 2402.03300, eq. 3', 'scalar'),
-    sequence_mean_of_sums=Entry(sequence_mean_of_sums, r'$\frac1S\sum_i\sum_t\ell_{i,t}$', 'REINFORCE, Williams 1992', 'scalar'),
-    constant_mean=Entry(constant_mean, r'$\frac1{S\,L}\sum_i\sum_t\ell_{i,t}$', 'Understanding R1-Zero-Like Training, arXiv 2503.20783, §3', 'scalar'))
+    token_mean=Entry(token_mean, r'$\sum_{i,t}\ell_{i,t}\,/\,\sum_i \lvert y_i\rvert$', 'DAPO, arXiv 2503.14476, §3.3', 'every token counts the same',
+                     "GRPO(aggregation='token_mean')", "over all tokens of the update, as verl; the paper's eq. 12 takes the mean of each prompt's group first", 'scalar'),
+    sequence_mean_of_means=Entry(sequence_mean_of_means, r'$\frac1S\sum_i\frac1{\lvert y_i\rvert}\sum_t\ell_{i,t}$', 'DeepSeekMath, arXiv 2402.03300, eq. 3',
+                                 "every answer counts the same, long or short: GRPO's own, and GSPO's", "GRPO(aggregation='sequence_mean_of_means')", gives='scalar'),
+    sequence_mean_of_sums=Entry(sequence_mean_of_sums, r'$\frac1S\sum_i\sum_t\ell_{i,t}$', 'REINFORCE, Williams 1992',
+                                'the plain policy gradient', "GRPO(aggregation='sequence_mean_of_sums')", gives='scalar'),
+    constant_mean=Entry(constant_mean, r'$\frac1{S\,L}\sum_i\sum_t\ell_{i,t}$', 'Understanding R1-Zero-Like Training, arXiv 2503.20783, §3',
+                        'the same on the scale of a token: nothing is gained by being long, nor by being short', "GRPO(aggregation='constant_mean')",
+                        'L is `max_tokens`, as in TRL', 'scalar'))
 
 # %% ../../nbs/learning/09_catalogue.ipynb #b37f8fcc
 _MIS, _TIS = 'When Speed Kills Stability, Liu, Li et al. 2025', 'Ionides 2008; Your Efficient RL Framework …, Yao et al. 2025'
+def _asks(name, old='actor'): return f"GRPO({f'old={old!r}, ' if old else ''}corrections=[{name!r}])"
+
 CORRECTIONS = dict(
-    token_tis=Entry(truncated_weights, r'$\min(w_t, C)$', _TIS, fixed=dict(level='token')),
-    sequence_tis=Entry(truncated_weights, r'$\min(\prod_t w_t, C)$', _MIS, fixed=dict(level='sequence')),
-    token_mis=Entry(masked_weights, r'$w_t\,\mathbb 1[w_t\le C]$', _MIS, fixed=dict(level='token')),
-    sequence_mis=Entry(masked_weights, r'$w\,\mathbb 1[w\le C]$ with $w=\prod_t w_t$', _MIS, fixed=dict(level='sequence')),
-    geometric_mis=Entry(masked_weights, r'$w\,\mathbb 1[\alpha\le w\le\beta]$ with $w=(\prod_t w_t)^{1/\lvert y\rvert}$', _MIS, fixed=dict(level='geometric'), defaults=dict(low=.5)),
-    icepop=Entry(icepop_weights, r'$w_t\,\mathbb 1[\alpha\le w_t\le\beta]$', 'Every Step Evolves, arXiv 2510.18855'),
-    staleness=Entry(staleness_weights, r'$\max(d,1)^{-p}$', 'Staleness-aware Async-SGD, arXiv 1511.05950'),
-    interpolated_proximal=Entry(interpolated_proximal, r'$\log\pi_{prox} = \alpha\log\mu + (1-\alpha)\log\pi$, $\alpha=\frac1d$, or 0 where $d=0$', 'A-3PO, arXiv 2512.06547', '[B, T] log-probabilities'))
+    token_tis=Entry(truncated_weights, r'$\min(w_t, C)$', _TIS, 'engine and actor differ a little: nobody is heard louder than C times', _asks('token_tis'),
+                    'C = 2, as in verl', fixed=dict(level='token')),
+    sequence_tis=Entry(truncated_weights, r'$\min(\prod_t w_t, C)$', _MIS, 'the same, unbiased but for the cap, and noisy', _asks('sequence_tis'),
+                       'C = 2, as in verl', fixed=dict(level='sequence')),
+    token_mis=Entry(masked_weights, r'$w_t\,\mathbb 1[w_t\le C]$', _MIS, 'a weight that large is a fault: leave the token out', _asks('token_mis'),
+                    'C = 2; TRL has 3', fixed=dict(level='token')),
+    sequence_mis=Entry(masked_weights, r'$w\,\mathbb 1[w\le C]$ with $w=\prod_t w_t$', _MIS, '… leave the answer out', _asks('sequence_mis'),
+                       "C = 2; TRL has 3, and this as its default mode. verl's Seq-MIS also drops w < 0.5: `low`", fixed=dict(level='sequence')),
+    geometric_mis=Entry(masked_weights, r'$w\,\mathbb 1[\alpha\le w\le\beta]$ with $w=(\prod_t w_t)^{1/\lvert y\rvert}$', _MIS,
+                        '… whatever its length', _asks('geometric_mis'),
+                        '0.5 to 2 leaves out what is broken, and nothing else. As a trust region it is far narrower: 0.999 to 1.001 in verl, which also does not multiply by w',
+                        fixed=dict(level='geometric'), defaults=dict(low=.5)),
+    icepop=Entry(icepop_weights, r'$w_t\,\mathbb 1[\alpha\le w_t\le\beta]$', 'Every Step Evolves, arXiv 2510.18855, eq. 1, 2',
+                 'mixtures of experts: engine and actor may choose different ones', _asks('icepop'), "0.5 and 5: the paper's §2.3.4"),
+    staleness=Entry(staleness_weights, r'$\max(d,1)^{-p}$', 'Staleness-aware Async-SGD, arXiv 1511.05950', 'a damper that needs no probabilities', _asks('staleness', ''),
+                    'p = 1: the paper divides the learning rate by d, here it is the loss of each token'),
+    interpolated_proximal=Entry(interpolated_proximal, r'$\log\pi_{prox} = \alpha\log\mu + (1-\alpha)\log\pi$, $\alpha=\frac1d$, or 0 where $d=0$',
+                                'A-3PO, arXiv 2512.06547', 'decoupled PPO without a second pass', "GRPO(loss='decoupled', old='interpolated')",
+                                gives='[B, T] log-probabilities'))
 
 # %% ../../nbs/learning/09_catalogue.ipynb #0a71179e
 _KL = 'Approximating KL Divergence, Schulman 2020'
 PARTS = dict(
-    kl_k1=Entry(kl_estimate, r'$x = \log\pi-\log\pi_{ref}$', _KL, fixed=dict(kind='k1')),
-    kl_k2=Entry(kl_estimate, r'$x^2/2$', _KL, fixed=dict(kind='k2')),
-    kl_k3=Entry(kl_estimate, r'$e^{-x}-1+x$', f'{_KL}; DeepSeekMath, arXiv 2402.03300, eq. 4', fixed=dict(kind='k3')),
-    kl_rewards=Entry(kl_rewards, r'$r_t - \beta\,k_t$', 'Fine-Tuning Language Models from Human Preferences, arXiv 1909.08593'),
-    entropy=Entry(entropy, r'$-\sum_v p_v\log p_v$', 'Shannon 1948'),
-    value=Entry(value_loss, r'$\frac12\max\bigl((V-R)^2,\ (V_{old}+\mathrm{clip}(V-V_{old},\pm c)-R)^2\bigr)$', 'Implementation Matters in Deep RL, arXiv 2005.12729'),
-    overlong_penalty=Entry(overlong_penalty, r'$\mathrm{clip}\bigl((L_{max}-L_{cache}-\lvert y\rvert)/L_{cache},\,-1,\,0\bigr)$', 'DAPO, arXiv 2503.14476, eq. 13', '[B]'),
-    overlong_filter=Entry(overlong_filter, r'mask 0 where the answer was cut off', 'DAPO, arXiv 2503.14476, §3.4', '[B, T] bool'),
-    uniform_groups=Entry(uniform_groups, r'groups with $r_1=\dots=r_n$, to be asked again', 'DAPO, arXiv 2503.14476, eq. 11', 'list of groups'))
+    kl_k1=Entry(kl_estimate, r'$x$', _KL, 'a leash to a reference, paid as a reward', "GRPO(kl=.01, reference='initial', kl_as='reward', kl_estimator='k1')",
+                'as a loss its gradient is noise, so it is refused there', fixed=dict(kind='k1')),
+    kl_k2=Entry(kl_estimate, r'$x^2/2$', _KL, 'a leash as a loss, with the gradient of KL(π ‖ ref)', "GRPO(kl=.01, reference='initial', kl_estimator='k2')", fixed=dict(kind='k2')),
+    kl_k3=Entry(kl_estimate, r'$e^{-x}-1+x$', f'{_KL}; DeepSeekMath, arXiv 2402.03300, eq. 4', "a leash as a loss: GRPO's", "GRPO(kl=.04, reference='initial')",
+                "β = 0.04 is DeepSeekMath's. Not weighed by π/μ as in DeepSeek-V3.2 (arXiv 2512.02556)", fixed=dict(kind='k3')),
+    kl_rewards=Entry(kl_rewards, r'$r_t - \beta\,k_t$', 'Fine-Tuning Language Models from Human Preferences, arXiv 1909.08593',
+                     'how a leash is paid as a reward', "ReinforcePP(kl=.01, reference='initial', kl_as='reward', kl_estimator='k1')"),
+    entropy=Entry(entropy, r'$-\sum_v p_v\log p_v$', 'Shannon 1948', 'a bonus for being undecided', 'GRPO(entropy=.001)', 'off unless it is asked for, as in DAPO'),
+    value=Entry(value_loss, r'$\frac12\max\bigl((V-R)^2,\ (V_{old}+\mathrm{clip}(V-V_{old},\pm c)-R)^2\bigr)$',
+                'Implementation Matters in Deep RL, arXiv 2005.12729', "what a critic learns by", 'PPO(value_clip=.2)',
+                '0.2 as in TRL; verl has 0.5. The paper finds no use in the clip: `value_clip=None` is without'),
+    overlong_penalty=Entry(overlong_penalty, r'$\mathrm{clip}\bigl((L_{max}-L_{cache}-\lvert y\rvert)/L_{cache},\,-1,\,0\bigr)$', 'DAPO, arXiv 2503.14476, eq. 13',
+                           'an answer near the limit is told so before it is cut off', 'GRPO(overlong=.2)',
+                           "`DAPO` has 0.2: the paper's 4,096 of 20,480 tokens. There a right answer earns 1 and a wrong one −1; with 1 and 0 the penalty weighs twice as much", '[B]'),
+    overlong_filter=Entry(overlong_filter, r'mask 0 where the answer was cut off', 'DAPO, arXiv 2503.14476, §3.4', 'what was cut off is neither right nor wrong',
+                          'GRPO(overlong_filter=True)', "an alternative to the penalty; the paper's best run is without, say verl's authors", '[B, T] bool'),
+    uniform_groups=Entry(uniform_groups, r'groups with $r_1=\dots=r_n$, to be asked again', 'DAPO, arXiv 2503.14476, eq. 11',
+                         'a prompt that teaches nothing is replaced', 'GRPO(dynamic_sampling=True)',
+                         "at most 3 × the step's prompts (`refill_most`), then the step goes on with what it has; the paper has no bound, and verl's recipe gives up after 10 batches",
+                         'list of groups'))
 REGISTRIES = dict(ADVANTAGES=ADVANTAGES, LOSSES=LOSSES, AGGREGATIONS=AGGREGATIONS, CORRECTIONS=CORRECTIONS, PARTS=PARTS)
 
 # %% ../../nbs/learning/09_catalogue.ipynb #f70d8fb6
@@ -137,11 +197,13 @@ def find(registry: str, # ADVANTAGES, LOSSES, AGGREGATIONS, CORRECTIONS or PARTS
     return entries[name]
 
 # %% ../../nbs/learning/09_catalogue.ipynb #053d4026
+def _option(name, default): return name if default is inspect.Parameter.empty else f'{name}={default!r}'
+
 def catalogue(registry: str # ADVANTAGES, LOSSES, AGGREGATIONS, CORRECTIONS or PARTS
              ) -> str: # Markdown
-    "A registry as a table: name, formula, source, data, options"
-    rows = ['| name | formula | source | gives | needs | options |', '| --- | --- | --- | --- | --- | --- |']
+    "A registry as a table: name, use, formula, source, how to ask for it, its options and where their defaults are from"
+    rows = ['| name | what for | formula | source | ask for it by | options |', '| --- | --- | --- | --- | --- | --- |']
     for name, e in REGISTRIES[registry].items():
-        options = ', '.join(k if v is inspect.Parameter.empty else f'{k}={v!r}' for k, v in e.options.items())
-        rows.append(f'| `{name}` | {e.formula} | {e.source} | {e.gives} | {", ".join(e.needs)} | {options} |')
+        options = ', '.join(f'`{_option(k, v)}`' for k, v in e.options.items())
+        rows.append(f'| `{name}` | {e.use} | {e.formula} | {e.source} | `{e.write}` | {". ".join(filter(None, (options, e.note)))} |')
     return '\n'.join(rows)

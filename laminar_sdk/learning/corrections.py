@@ -123,6 +123,6 @@ def gap_figures(sums: Tensor # added over the step
     "The step's figures"
     w, w2, k1, k3, engine, trainer, low, high, tokens = sums.tolist()
     n = max(tokens, 1)
-    ppl = [torch.tensor(x/n, dtype=torch.float64).exp().item() if tokens else 0. for x in (engine, trainer)]
+    ppl = [torch.tensor(x/n, dtype=torch.float64).exp().item() if tokens else 0. for x in (engine, trainer, trainer - engine)]
     return dict(ess=w**2/(n*w2) if w2 else 0., weight_mean=w/n, gap_k1=k1/n, gap_k3=k3/n, ppl_engine=ppl[0], ppl_trainer=ppl[1],
-                ppl_gap=ppl[1]/ppl[0] - 1 if tokens else 0., weight_clipped_low=low/n, weight_clipped_high=high/n)
+                ppl_gap=ppl[2] - 1 if tokens else 0., weight_clipped_low=low/n, weight_clipped_high=high/n)

@@ -59,7 +59,7 @@ def dppo(log_ratio: Tensor, # [B, T]
          delta: float = .2, # the divergence allowed
          kind: str = 'tv' # of the divergence: tv or kl
         ) -> Tensor: # [B, T] the loss of each token
-    "The surrogate without a clip, but no step further away than δ (arXiv 2602.04879, eq. 11 and 12)"
+    "The surrogate without a clip, but no step further away than δ (arXiv 2602.04879, eq. 12)"
     x, now, A = (torch.where(mask, y, 0.) for y in (log_ratio, new.detach(), advantages))
     far = binary_divergence(now, now.double() - x.detach(), kind) > delta
     keep = ~(far & (x*A > 0)) # x·A > 0: on its way further out

@@ -51,6 +51,7 @@ def step_advantages(a: Algorithm,
     else:
         data['rewards'] = token_rewards(rewards_B.float(), mask)
         if reference is not None: data['rewards'] = kl_rewards(data['rewards'], reference, a.kl, a.kl_estimator)
+    if rewards_B.isfinite().all() and not data.get('rewards', data.get('rewards_B')).isfinite().all(): return torch.full(mask.shape, torch.nan) # the update is skipped
     options = {k: getattr(a, k) for k in dict(gae=('gamma', 'lam'), reinforce_pp=('gamma',)).get(a.advantage, ())}
     A = find('ADVANTAGES', 'dr_grpo' if a.advantage == 'grpo' and not a.scale_by_std else a.advantage)(data, **options)
     return whiten(A[:, None].expand(mask.shape) if A.ndim == 1 else A, mask) if a.whiten else A

@@ -227,9 +227,10 @@ class Figures:
 
     def _groups(self, batch, rewards) -> dict[str, float]:
         "Groups that teach nothing; how the greedy answers did that the others are compared with"
-        if batch.greedy_B is None: return dict(uniform_groups=len(uniform_groups(torch.tensor(rewards), batch.group_B)))
+        uniform = lambda rewards, group_B: len(uniform_groups(torch.tensor(rewards, dtype=torch.float64), group_B)) # in float32 a large one is infinite
+        if batch.greedy_B is None: return dict(uniform_groups=uniform(rewards, batch.group_B))
         greedy = [t.greedy.reward for t in batch.trajectories]
-        return dict(uniform_groups=len(uniform_groups(torch.tensor(rewards + greedy), batch.group_B.repeat(2))), greedy_reward=float(np.mean(greedy)))
+        return dict(uniform_groups=uniform(rewards + greedy, batch.group_B.repeat(2)), greedy_reward=float(np.mean(greedy)))
 
     def _of_tokens(self):
         sums, tops = (torch.stack(x) for x in zip(*self.parts))
