@@ -15,6 +15,9 @@ def modules(monkeypatch):
     return actor, learning
 
 
+def test_rewards_from_the_device(modules): modules[1].test_what_a_reward_model_on_the_gpu_says_is_a_number()
+
+
 def test_rows_end_to_end_and_the_bare_loop(modules, figures):
     actor, learning = modules
     made, small = actor.trajectories(vocab=19, groups=3, size=4, median=12, longest=60), lambda: actor.random_policy(hidden=64)

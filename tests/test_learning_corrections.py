@@ -85,6 +85,13 @@ def test_interpolation_and_age_by_formula(seed, by_row):
     assert not interpolated_proximal(new.requires_grad_(), old, torch.tensor(d), m).requires_grad
 
 
+@pytest.mark.parametrize('engine', [float('inf'), -float('inf'), float('nan'), -900.])
+def test_figures_of_an_engine_that_is_broken_are_figures(engine):
+    "They may be infinite or NaN, but telling them is no reason to end"
+    new, old, mask = torch.full((2, 3), -1.), torch.full((2, 3), -1.).index_fill_(1, torch.tensor([1]), engine), torch.ones(2, 3).bool()
+    assert all(isinstance(x, float) for x in gap_figures(gap_sums(new, old, mask)).values())
+
+
 @pytest.mark.parametrize('level', ['token', 'sequence'])
 @settings(max_examples=40, deadline=None)
 @given(seeds, st.lists(st.integers(0, 4), max_size=3))

@@ -23,7 +23,7 @@ def groups(seed=0):
         t.logprobs = (np.log(1/19) + .4*rng.standard_normal(len(t))).astype(np.float32)
         t.versions = [(0, int(rng.integers(2, 6)))]
         if len(t) > 6: t.versions.append((len(t)//2, 5))
-        t.finish_reason = 'length' if len(t) == LIMIT else 'stop'
+        t.finish_reason = 'length' if t.id % 5 == 2 else 'stop' # some end of themselves with their last token, some are cut off earlier, where the context ends
         t.reward = float(rng.random() < .5) + .1*float(rng.integers(3))
     for t in made[4:8]: t.reward = .5 # a group of equals
     return made

@@ -23,7 +23,7 @@ from .actor import ActorWorker
 from .lora import added, same_base, write_adapter
 from .masters import DTYPES
 
-FORMAT, NAME, MANIFEST = 1, 'step-{:06d}', 'manifest.json'
+FORMAT, NAME, MANIFEST = 2, 'step-{:06d}', 'manifest.json' # manifests of format 1 have no checksum of themselves
 
 # %% ../../nbs/training/03_checkpoint.ipynb #75d38919
 def tensors_of(worker: ActorWorker) -> dict[str, dict[str, Tensor]]: # file → name → tensor
@@ -191,8 +191,8 @@ def check(checkpoint: str | Path) -> dict: # its manifest
     try: manifest = json.loads((folder/MANIFEST).read_text())
     except FileNotFoundError: raise _broken(folder, 'it has no manifest') from None
     except ValueError as e: raise _broken(folder, f'its manifest is not JSON: {e}') from e
-    if manifest.get('format') != FORMAT: raise _broken(folder, f'its format is {manifest.get("format")!r}, this version reads {FORMAT}')
-    if manifest.pop('seal', said := _said(manifest)) != said: raise _broken(folder, 'its manifest has other bytes than were written')
+    if manifest.get('format') not in (1, FORMAT): raise _broken(folder, f'its format is {manifest.get("format")!r}, this version reads {FORMAT}')
+    if manifest['format'] > 1 and manifest.pop('seal', None) != _said(manifest): raise _broken(folder, 'its manifest has other bytes than were written')
     for name, said in manifest['files'].items():
         p = folder/name
         if not p.is_file(): raise _broken(folder, f'{name} is missing')

@@ -38,6 +38,13 @@ def test_rows_end_to_end_against_padded_rows(how, made, plain, figures):
     assert apart < .03 and loss < .01
 
 
+def test_what_a_reward_model_on_the_gpu_says_is_a_number():
+    "In whatever precision, with or without a gradient, as one tensor or several"
+    from laminar_sdk.rollout.rewards import validate
+    x = torch.tensor([1., .5], dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+    for given in (x, x.detach().half(), list(x), x[:, None].unbind(), (y for y in x)): assert validate(given, 2) == ([1., .5], {})
+
+
 def test_rows_go_end_to_end_by_themselves(made):
     w = step(GRPO(), made)[2]
     assert w.packed == (DEVICE == 'cuda' and torch.cuda.get_device_capability() >= (8, 0))
