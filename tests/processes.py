@@ -1,5 +1,7 @@
-"Who still runs that was started for a test's home: `processes.py HOME` ends them, names them, and fails if there were any"
-import os, signal, sys, time
+"""Who still runs that was started for a test's home: `processes.py HOME` ends them, names them, and fails if there were any.
+`processes.py --after PID FOLDER HOME…` does so when that process has gone, and takes the folder away"""
+import os, select, shutil, signal, sys, time
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -25,5 +27,14 @@ def end_leftovers(home: str, patience_s: float = 30) -> dict[int, str]: # those 
     return left
 
 
+def after(pid: int, folder: str, homes: list[str], patience_s: float = 5):
+    "However the process ended, and whatever it could still do about it"
+    with suppress(ProcessLookupError): select.select([os.pidfd_open(pid)], [], []) # it may have gone before we came
+    until = time.monotonic() + patience_s
+    for home in homes: end_leftovers(home, until - time.monotonic())
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 if __name__ == '__main__':
-    if left := end_leftovers(sys.argv[1]): sys.exit(f'left running, now killed: {left}')
+    if sys.argv[1] == '--after': after(int(sys.argv[2]), sys.argv[3], sys.argv[4:])
+    elif left := end_leftovers(sys.argv[1]): sys.exit(f'left running, now killed: {left}')

@@ -225,7 +225,6 @@ def in_turns(f, g, times): # best of each
     return (min(x) for x in zip(*[(cpu_s(f), cpu_s(g)) for _ in range(times)]))
 
 
-@pytest.mark.alone
 def test_speed_against_a_bare_loop(figures):
     "The same model, rows and micro-batches in a plain PyTorch loop without the SDK; CPU time, best of several, taken in turns"
     policy = lambda: random_policy(hidden=128, layers=4, heads=4)

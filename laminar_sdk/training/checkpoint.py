@@ -74,7 +74,8 @@ class Snapshot:
         "The worker stalls for this"
         ranks, self.worker, ours = worker.ranks, worker, _ours(worker)
         self.tensors = {file: {n: self._room(file, n, x) for n, x in named.items()} for file, named in ours.items()}
-        torch._foreach_copy_(*([x for named in files.values() for x in named.values()] for files in (self.tensors, ours)), non_blocking=True) # one call: of a small model, calls are what costs
+        to, of = ([x for named in files.values() for x in named.values()] for files in (self.tensors, ours))
+        if of: torch._foreach_copy_(to, of, non_blocking=True) # one call: of a small model, calls are what costs; a rank that holds what another saves has nothing
         if worker.device.type == 'cuda': torch.cuda.synchronize(worker.device)
         self.about = dict(publish_dtype=worker.publish_dtype, algorithm=worker.algorithm.model_dump(mode='json'), pieces=ranks.size if ranks.sharded else 1,
                           counters=dict(updates=worker.updates, rng=worker.rng.bit_generator.state), adapts=worker.masters.adapts(worker.policy))
